@@ -1,0 +1,1 @@
+"""Data parallel training by hand: process group, gradient buckets, DDP, sharded optimizer."""

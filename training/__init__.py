@@ -1,0 +1,1 @@
+"""What only the scripts on the roof need: options, checkpoints, metrics, evaluation."""

@@ -1,0 +1,162 @@
+"""Options of every script, made from dataclasses, and the one line that answers a mistake.
+
+jsonargparse turns dataclass fields into flags and YAML keys with checked types. What it does not
+do stands here: the nearest right name for a misspelt one, presets between file and default, and
+`run`, which decides who speaks when a script ends badly. A user's mistake is one line from one
+rank and exit status 2; anything else is a fault: its traceback, its rank, and a hard exit, because
+any clean-up that talks to other ranks could wait for one that is gone.
+"""
+
+import contextlib
+import difflib
+import os
+import re
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from typing import Any, NoReturn
+
+from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
+
+# How long a rank keeps still when it met a mistake that rank 0 will report: leaving first would
+# make the launcher end rank 0 before its line is out.
+SECONDS_FOR_RANK_ZERO_TO_SPEAK = 10.0
+
+
+class CommandLineError(ValueError):
+    """An option that cannot be taken as given; the message says what to type instead."""
+
+
+def parse_options(
+    sections: Sequence[type],
+    *,
+    description: str,
+    argv: Sequence[str] | None = None,
+    positionals: Callable[[ArgumentParser], None] | None = None,
+    presets: Mapping[str, Mapping[str, Any]] | None = None,
+) -> dict[str, Any]:
+    """Read flags over `--config` file over preset over defaults.
+
+    Args:
+        sections: dataclasses whose fields carry docstrings; each becomes a group of `--help`.
+        description: what the script does, shown by `--help`.
+        argv: arguments without the script's name; None: the process's own.
+        positionals: adds arguments without dashes to the parser, for scripts that have them.
+        presets: values by preset name; the option `preset` chooses one.
+
+    Returns:
+        Every option's value by name, with the types that the fields declare.
+
+    Raises:
+        CommandLineError: unknown option, wrong type, unreadable file; names the nearest option.
+    """
+    set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    parser = ArgumentParser(description=description, allow_abbrev=False, exit_on_error=False)
+    if positionals is not None:
+        positionals(parser)
+    parser.add_argument("--config", action="config", help="YAML file of options; flags win over it")
+    for section in sections:
+        parser.add_class_arguments(section)
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    names = [field.name for section in sections for field in fields(section)]
+    try:
+        with _help_from_rank_zero_alone():
+            options = parser.parse_args(arguments)
+            if presets is not None and options["preset"] is not None:
+                parser.set_defaults(dict(_preset(presets, options["preset"])))
+                options = parser.parse_args(arguments)
+    except ArgumentError as error:
+        raise CommandLineError(_explain(str(error), names)) from None
+    return {name: value for name, value in vars(options).items() if name != "config"}
+
+
+def build(section: type, options: Mapping[str, Any]) -> Any:
+    """Make one dataclass instance from the options that bear its fields' names."""
+    return section(**{field.name: options[field.name] for field in fields(section)})
+
+
+def did_you_mean(name: str, known: Sequence[str]) -> str:
+    """Say which known name was probably meant: `; did you mean x?`, or nothing."""
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def run(main: Callable[[], None], mistakes: tuple[type[Exception], ...] = ()) -> NoReturn:
+    """Run a script's `main` and leave with the right status, message and speaker.
+
+    Args:
+        main: the script.
+        mistakes: exceptions that a user's mistake raises, beside CommandLineError.
+
+    Exit status: 0 after a good end, 2 after a mistake, 1 after a fault, 130 after Ctrl-C.
+    """
+    rank = int(os.environ.get("RANK", "0"))
+    try:
+        main()
+    except (CommandLineError, *mistakes) as error:
+        _leave(2, _one_line(error, rank))
+    except KeyboardInterrupt:
+        _leave(130, "interrupted" if rank == 0 else "")
+    except Exception:
+        world_size = os.environ.get("WORLD_SIZE", "1")
+        where = f"rank {rank} of {world_size} failed:\n" if world_size != "1" else ""
+        _leave(1, where + traceback.format_exc().rstrip())
+    sys.exit(0)
+
+
+def _leave(status: int, message: str) -> NoReturn:
+    """Speak and end this process at once, whatever threads and process groups are alive."""
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+    if message:
+        with contextlib.suppress(OSError):
+            print(message, file=sys.stderr, flush=True)
+    os._exit(status)
+
+
+def _one_line(error: Exception, rank: int) -> str:
+    message = " ".join(str(error).split())
+    script = os.path.basename(sys.argv[0])
+    if rank == 0:
+        return f"{script}: {message}"
+    time.sleep(SECONDS_FOR_RANK_ZERO_TO_SPEAK)
+    return f"{script}: rank {rank}: {message}"
+
+
+@contextlib.contextmanager
+def _help_from_rank_zero_alone():
+    if os.environ.get("RANK", "0") == "0":
+        yield
+    else:
+        with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+            yield
+
+
+def _preset(presets: Mapping[str, Mapping[str, Any]], name: str) -> Mapping[str, Any]:
+    if name not in presets:
+        known = list(presets)
+        raise CommandLineError(
+            f"unknown preset {name}{did_you_mean(name, known)} (presets: {', '.join(known)})"
+        )
+    return presets[name]
+
+
+def _explain(message: str, names: Sequence[str]) -> str:
+    """Turn the parser's message into one line in this project's words."""
+    if match := re.search(r"unrecognized arguments: (.*)", message, re.DOTALL):
+        first = match[1].split()[0]
+        if not first.startswith("-"):
+            return f"unexpected argument {first}"
+        return _unknown_option(first.lstrip("-").split("=")[0], names)
+    if match := re.search(r"Option '([^']*)' is not accepted", message):
+        return _unknown_option(match[1], names)
+    if match := re.search(r'Parser key "([^"]*)":\s*(.*)', message, re.DOTALL):
+        reason = match[2].replace("typing.", "").replace("<class '", "").replace("'>", "")
+        return f"option {match[1]}: {reason}"
+    return message
+
+
+def _unknown_option(name: str, names: Sequence[str]) -> str:
+    return f"unknown option {name}{did_you_mean(name, names)} (--help lists all)"
