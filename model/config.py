@@ -1,0 +1,127 @@
+"""The shape of the model, its presets, and every reason for which a shape can be wrong."""
+
+from dataclasses import dataclass, replace
+
+# Matrix products run at full speed when their sides are multiples of this on every device that we
+# know of, so the sides that nobody chooses for their exact value are rounded up to it.
+EFFICIENT_MULTIPLE = 64
+
+
+class ModelConfigError(ValueError):
+    """A model that cannot be built; the message names every problem with its values."""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Model"""
+
+    d_model: int = 256
+    """Width of the residual stream."""
+    num_layers: int = 4
+    """Transformer blocks."""
+    num_heads: int = 4
+    """Query heads; d_model must divide by it."""
+    num_kv_heads: int | None = None
+    """Key/value heads, fewer for grouped-query attention; none: num_heads."""
+    d_ff: int | None = None
+    """Inner width of the feed-forward network; none: 8/3 of d_model, rounded up to 64."""
+    max_seq_len: int = 256
+    """Context: tokens in a training window, and positions that the model knows."""
+    vocab_size: int | None = None
+    """Rows of the embedding; none: the tokenizer's vocabulary, rounded up to 64."""
+    rope_theta: float = 10000.0
+    """Base of the rotary wavelengths."""
+    norm_eps: float = 1e-6
+    """Added to the mean square in RMSNorm."""
+    qk_norm: bool = True
+    """RMSNorm on queries and keys: Qwen3's architecture with it, Llama's without."""
+    tie_weights: bool = True
+    """Output head and embedding are one matrix."""
+    dropout: float = 0.0
+    """Probability of dropping an element of the embedding and of each residual branch."""
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one attention head."""
+        return self.d_model // self.num_heads
+
+    def resolve(self, tokenizer_vocab_size: int) -> "ModelConfig":
+        """Fill in what was left open and refuse what cannot work.
+
+        Args:
+            tokenizer_vocab_size: ids that the tokenizer can produce.
+
+        Returns:
+            A config without None in num_kv_heads, d_ff and vocab_size.
+
+        Raises:
+            ModelConfigError: one message with all problems.
+        """
+        resolved = replace(
+            self,
+            num_kv_heads=self.num_heads if self.num_kv_heads is None else self.num_kv_heads,
+            d_ff=_round_up(8 * self.d_model // 3) if self.d_ff is None else self.d_ff,
+            vocab_size=(
+                _round_up(tokenizer_vocab_size) if self.vocab_size is None else self.vocab_size
+            ),
+        )
+        if problems := resolved._problems(tokenizer_vocab_size):
+            raise ModelConfigError("; ".join(problems))
+        return resolved
+
+    def _problems(self, tokenizer_vocab_size: int) -> list[str]:
+        counts = ("d_model", "num_layers", "num_heads", "num_kv_heads", "d_ff", "max_seq_len")
+        problems = [
+            f"{name} is {getattr(self, name)}, it must be at least 1"
+            for name in counts
+            if getattr(self, name) < 1
+        ]
+        if problems:
+            return problems
+        assert self.num_kv_heads is not None
+        assert self.vocab_size is not None
+        if self.d_model % self.num_heads:
+            fitting = [n for n in range(1, self.d_model + 1) if self.d_model % n == 0]
+            near = sorted(fitting, key=lambda n: abs(n - self.num_heads))[:2]
+            problems.append(
+                f"d_model {self.d_model} does not divide by num_heads {self.num_heads}: use "
+                f"num_heads {' or '.join(map(str, sorted(near)))}, or d_model "
+                f"{self.num_heads * max(1, round(self.d_model / self.num_heads))}"
+            )
+        elif self.head_dim % 2:
+            problems.append(
+                f"d_model {self.d_model} / num_heads {self.num_heads} = {self.head_dim} is odd, "
+                "and rotary positions turn pairs: use an even head width"
+            )
+        if self.num_heads % self.num_kv_heads:
+            problems.append(
+                f"num_heads {self.num_heads} does not divide by num_kv_heads {self.num_kv_heads}"
+            )
+        if self.vocab_size < tokenizer_vocab_size:
+            problems.append(
+                f"vocab_size {self.vocab_size} is smaller than the tokenizer's "
+                f"{tokenizer_vocab_size}: leave vocab_size out, or prepare the text with "
+                f"--vocab_size {self.vocab_size}"
+            )
+        if not 0.0 <= self.dropout < 1.0:
+            problems.append(f"dropout is {self.dropout}, it must be in [0, 1)")
+        for name in ("rope_theta", "norm_eps"):
+            if getattr(self, name) <= 0:
+                problems.append(f"{name} is {getattr(self, name)}, it must be positive")
+        return problems
+
+
+# Shapes that people ask for by name. "gpt2-124m" and the larger ones have the layers, width and
+# heads of the models of that name in our architecture (SwiGLU of equal parameter count).
+PRESETS: dict[str, dict[str, int | float | bool]] = {
+    "tiny": {"num_layers": 2, "d_model": 64, "num_heads": 2, "max_seq_len": 64},
+    "shakespeare-char": {"num_layers": 4, "d_model": 128, "num_heads": 4, "max_seq_len": 64},
+    "gpt2-124m": {"num_layers": 12, "d_model": 768, "num_heads": 12, "max_seq_len": 1024},
+    "gpt2-350m": {"num_layers": 24, "d_model": 1024, "num_heads": 16, "max_seq_len": 1024},
+    "gpt2-774m": {"num_layers": 36, "d_model": 1280, "num_heads": 20, "max_seq_len": 1024},
+    "gpt2-1.5b": {"num_layers": 48, "d_model": 1600, "num_heads": 25, "max_seq_len": 1024},
+}
+
+
+def _round_up(size: int) -> int:
+    return -(-size // EFFICIENT_MULTIPLE) * EFFICIENT_MULTIPLE

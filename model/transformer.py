@@ -1,0 +1,145 @@
+"""The decoder-only Transformer: embedding, pre-norm residual blocks, final norm, output head.
+
+With `qk_norm` this is Qwen3's architecture, without it Llama's; weights move to and from either.
+"""
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from model.attention import Attention, KeyValueCache
+from model.config import ModelConfig
+from model.layers import RMSNorm, RotaryEmbedding, SwiGLU
+
+INITIAL_STD = 0.02
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + feed_forward(norm(x))."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        assert config.d_ff is not None
+        self.attention_norm = RMSNorm(config.d_model, config.norm_eps)
+        self.attention = Attention(config, layer)
+        self.feed_forward_norm = RMSNorm(config.d_model, config.norm_eps)
+        self.feed_forward = SwiGLU(config.d_model, config.d_ff)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(
+        self,
+        x: Tensor,
+        angles: tuple[Tensor, Tensor],
+        cache: KeyValueCache | None = None,
+        positions: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> Tensor:
+        """(batch, seq, d_model) -> (batch, seq, d_model); arguments as in `Attention.forward`."""
+        mixed = self.attention(self.attention_norm(x), angles, cache, positions, mask)
+        x = x + self.dropout(mixed)
+        return x + self.dropout(self.feed_forward(self.feed_forward_norm(x)))
+
+
+class Transformer(nn.Module):
+    """A causal language model over token ids.
+
+    Args:
+        config: a resolved config (`ModelConfig.resolve`).
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        assert config.vocab_size is not None, "resolve the config first"
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.d_model)
+        self.dropout = nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
+        self.final_norm = RMSNorm(config.d_model, config.norm_eps)
+        self.output_head = nn.Linear(config.d_model, config.vocab_size, bias=False)
+        self.rotary = RotaryEmbedding(config.head_dim, config.max_seq_len, config.rope_theta)
+        self._initialise()
+        if config.tie_weights:
+            self.output_head.weight = self.embedding.weight
+
+    def _initialise(self) -> None:
+        """Normal weights; those that write into the residual stream shrink with depth.
+
+        The stream is a sum of 2 * num_layers branches, so scaling each by 1 / sqrt(2 num_layers)
+        keeps its variance independent of depth (GPT-2, section 2.3).
+        """
+        for name, parameter in self.named_parameters():
+            if parameter.dim() < 2:
+                continue
+            std = INITIAL_STD
+            if name.endswith(("attention.output.weight", "feed_forward.down.weight")):
+                std /= math.sqrt(2 * self.config.num_layers)
+            nn.init.normal_(parameter, mean=0.0, std=std)
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        """Logits (batch, seq, vocab_size) of the token after each of (batch, seq) int64 ids.
+
+        Raises:
+            ValueError: the sequence is longer than max_seq_len.
+        """
+        return self.output_head(self.features(token_ids))
+
+    def features(
+        self,
+        token_ids: Tensor,
+        cache: KeyValueCache | None = None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
+        """What the output head reads: (batch, seq, d_model), after the final norm.
+
+        Args:
+            token_ids: (batch, seq) int64.
+            cache: keys and values of earlier positions; the new ones are added.
+            positions: (batch, seq) int64 of each id in its own sequence; None: 0, 1, 2, ...
+
+        Raises:
+            ValueError: the sequence is longer than max_seq_len.
+        """
+        batch, seq = token_ids.shape
+        if seq > self.config.max_seq_len:
+            raise ValueError(f"{seq} tokens, but max_seq_len is {self.config.max_seq_len}")
+        mask = None
+        if positions is None:
+            row = torch.arange(seq, device=token_ids.device)
+            angles = self.rotary.at(row)
+            positions = row.expand(batch, seq)
+        else:
+            angles = self.rotary.at(positions)
+            entries = torch.arange(int(positions.max()) + 1, device=token_ids.device)
+            mask = entries <= positions[:, None, :, None]  # (batch, 1, seq, end)
+        x = self.dropout(self.embedding(token_ids))
+        for block in self.blocks:
+            x = block(x, angles, cache, positions, mask)
+        return self.final_norm(x)
+
+    def num_parameters(self) -> int:
+        """Parameters, each physical one counted once."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+    def num_flops_per_token(self, seq_len: int | None = None) -> int:
+        """Floating-point operations of forward and backward for one token.
+
+        A matrix product costs 2 operations for each weight and token, and its backward twice
+        that. The embedding look-up multiplies nothing and is left out; the output head is in,
+        tied or not. Attention multiplies each query with the keys before it and mixes as many
+        values: (seq_len + 1) / 2 on average, because causal attention needs no more.
+
+        Args:
+            seq_len: tokens in a sequence; None: max_seq_len.
+        """
+        config = self.config
+        seq_len = config.max_seq_len if seq_len is None else seq_len
+        weights = sum(p.numel() for p in self._multiplied_matrices())
+        attention = 2 * config.num_layers * config.num_heads * config.head_dim * (seq_len + 1) // 2
+        return 3 * 2 * (weights + attention)
+
+    def _multiplied_matrices(self) -> Iterator[Tensor]:
+        yield self.output_head.weight
+        for block in self.blocks:
+            yield from (parameter for parameter in block.parameters() if parameter.dim() == 2)
