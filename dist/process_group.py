@@ -1,0 +1,206 @@
+"""Who this process is, how it meets the others, and how it leaves.
+
+torchrun (or anything else) sets RANK, LOCAL_RANK and WORLD_SIZE; without them the process is a
+world of its own and needs no process group. Leaving is as careful as meeting: after a good end the
+ranks wait for each other and destroy the group, after a failure nobody waits for anybody.
+"""
+
+import itertools
+import json
+import os
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.distributed as torch_dist
+
+Backend = Literal["auto", "nccl", "gloo"]
+Device = Literal["auto", "cpu", "cuda"]
+
+
+class ProcessGroupError(ValueError):
+    """A process group that cannot be: the message says which setting or device is in the way."""
+
+
+class RankZeroError(RuntimeError):
+    """Rank 0 failed in work that this rank waited for; the message is rank 0's own."""
+
+
+@dataclass(frozen=True)
+class World:
+    """The processes of this job, seen from one of them.
+
+    Attributes:
+        rank: of this process, 0 <= rank < world_size.
+        local_rank: the same within this machine.
+        world_size: processes in the job.
+        device: where this process computes.
+        backend: "nccl" or "gloo"; None when the process is alone.
+        store: the key-value store at which the processes met; None when alone.
+    """
+
+    rank: int
+    local_rank: int
+    world_size: int
+    device: torch.device
+    backend: str | None = None
+    store: torch_dist.Store | None = None
+    _meetings: "itertools.count[int]" = field(default_factory=itertools.count, repr=False)
+
+    def on_rank_zero(self, work: Callable[[], Any]) -> Any:
+        """Do `work` on rank 0 while the others wait, and give its result to all.
+
+        For preparing data, choosing a checkpoint, writing one: work whose outcome must be one
+        decision, and that may take longer than any time-out of the process group. So the others
+        wait at the store, not in a collective.
+
+        Args:
+            work: returns something that JSON can carry.
+
+        Raises:
+            RankZeroError: on the other ranks, when work raised on rank 0; there, its own exception.
+        """
+        if self.store is None:
+            return work()
+        key = f"on_rank_zero/{next(self._meetings)}"
+        if self.rank == 0:
+            try:
+                result = work()
+            except Exception as error:
+                self.store.set(key, json.dumps({"error": f"{error}"}))
+                raise
+            self.store.set(key, json.dumps({"result": result}))
+            return result
+        answer = json.loads(_wait_for(self.store, key))
+        if "error" in answer:
+            raise RankZeroError(answer["error"])
+        return answer["result"]
+
+
+def init_process_group(
+    backend: Backend = "auto", device: Device = "auto", timeout_seconds: float = 600.0
+) -> World:
+    """Meet the other processes.
+
+    Args:
+        backend: auto is nccl on GPUs and gloo on CPUs.
+        device: auto is the GPU of LOCAL_RANK where there are GPUs, else the CPU.
+        timeout_seconds: after which a collective gives up on a silent rank.
+
+    Raises:
+        ProcessGroupError: half-set environment, fewer GPUs than local ranks, nccl without GPUs,
+            an address that is in use, a time-out that is not positive.
+    """
+    rank, local_rank, world_size, local_world_size = _environment()
+    where = _device(device, local_rank, local_world_size)
+    if timeout_seconds <= 0:
+        raise ProcessGroupError(f"timeout_seconds is {timeout_seconds}, it must be positive")
+    if backend == "nccl" and where.type != "cuda":
+        raise ProcessGroupError("backend nccl needs GPUs: use backend gloo, or leave it out")
+    if where.type == "cuda":
+        torch.cuda.set_device(where)
+    if world_size == 1:
+        return World(0, 0, 1, where)
+    chosen = ("nccl" if where.type == "cuda" else "gloo") if backend == "auto" else backend
+    timeout = timedelta(seconds=timeout_seconds)
+    try:
+        store, _, _ = next(torch_dist.rendezvous("env://", rank, world_size, timeout=timeout))
+    except (torch_dist.DistNetworkError, torch_dist.DistStoreError) as error:
+        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise ProcessGroupError(
+            f"the processes cannot meet at {address} ({_first_line(error)}): "
+            "is the port in use, or a rank missing? Choose another MASTER_PORT"
+        ) from error
+    torch_dist.init_process_group(
+        chosen,
+        store=torch_dist.PrefixStore("process_group", store),
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
+        device_id=where if chosen == "nccl" else None,
+    )
+    return World(rank, local_rank, world_size, where, chosen, store)
+
+
+def shut_down(world: World) -> None:
+    """Leave after a good end: wait until every rank has come this far, then destroy the group.
+
+    Not for the way out of a failure, where a rank that waits for others may wait for ever.
+    """
+    if world.store is None:
+        return
+    torch_dist.barrier()
+    torch_dist.destroy_process_group()
+
+
+def set_random_seed(seed: int, rank: int = 0) -> None:
+    """Seed torch, CUDA, numpy and random with seed + rank, and make cuDNN deterministic.
+
+    What every rank must draw alike (batches, validation windows) has generators of its own; these
+    global ones serve dropout, and the initial weights, which DDP then takes from rank 0.
+    """
+    torch.manual_seed(seed + rank)  # CUDA's generators included
+    np.random.seed((seed + rank) % 2**32)
+    random.seed(seed + rank)
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.benchmark = False
+
+
+def _environment() -> tuple[int, int, int, int]:
+    """RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE, or those of a world of one."""
+    if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
+        return 0, 0, 1, 1
+    values = []
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        text = os.environ.get(name, "")
+        if not text.isdecimal():
+            raise ProcessGroupError(
+                f"environment variable {name} is {text!r}: set RANK, LOCAL_RANK and WORLD_SIZE "
+                "all three, or none; torchrun sets them"
+            )
+        values.append(int(text))
+    rank, local_rank, world_size = values
+    if rank >= world_size:
+        raise ProcessGroupError(f"RANK is {rank}, but WORLD_SIZE is {world_size}")
+    local_world_size = os.environ.get("LOCAL_WORLD_SIZE", "")
+    fewest = local_rank + 1
+    return (
+        rank,
+        local_rank,
+        world_size,
+        int(local_world_size) if local_world_size.isdecimal() else fewest,
+    )
+
+
+def _device(device: Device, local_rank: int, local_world_size: int) -> torch.device:
+    if device == "cpu":
+        return torch.device("cpu")
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if gpus == 0:
+        if device == "cuda":
+            raise ProcessGroupError("device is cuda, but torch sees no GPU here: use device cpu")
+        return torch.device("cpu")
+    if local_world_size > gpus:
+        raise ProcessGroupError(
+            f"{local_world_size} processes on this machine, but {gpus} GPUs: "
+            f"start {gpus} processes, or use device cpu"
+        )
+    return torch.device("cuda", local_rank)
+
+
+def _wait_for(store: torch_dist.Store, key: str) -> bytes:
+    """Wait at the store for as long as it takes; raises when the store itself is gone."""
+    while True:
+        try:
+            store.wait([key], timedelta(seconds=60))
+            return store.get(key)
+        except torch_dist.DistStoreError:
+            continue  # a time-out: rank 0 is still at work
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
