@@ -1,0 +1,238 @@
+"""AdamW, and the rule that says which parameters decay.
+
+Adam keeps a running mean of each gradient and of its square and divides one by the root of the
+other (Kingma & Ba 2015, arXiv:1412.6980); AdamW shrinks the weights beside that step instead of
+through the gradient (Loshchilov & Hutter 2019, arXiv:1711.05101). Every operation runs over a whole
+list of tensors at once (`torch._foreach_*`): a model has hundreds of small tensors, and on a GPU
+one kernel a tensor would cost more in launches than in arithmetic.
+
+The order of the arithmetic is that of `torch.optim.AdamW(foreach=True)`, so the two agree to the
+last bit and either can continue the other's run.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Formats whose steps are too coarse for moments: at beta2 = 0.999 an update of exp_avg_sq is a
+# thousandth of it, and bfloat16 rounds everything below 1/256 to nothing.
+HALF_PRECISION = (torch.bfloat16, torch.float16)
+
+
+class AdamW(torch.optim.Optimizer):
+    """Adam with decoupled weight decay.
+
+    With gradient g at step t, for each element of a parameter p:
+
+        p <- p (1 - lr weight_decay)
+        m <- m + (1 - beta1) (g - m)
+        v <- beta2 v + (1 - beta2) g^2
+        p <- p - lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
+
+    The state of a parameter is `step` (an int), `exp_avg` (m) and `exp_avg_sq` (v), both of the
+    parameter's shape. A bfloat16 or float16 parameter has float32 moments and its update is
+    computed in float32, where torch computes and keeps all of it in 16 bits. The parameter itself
+    still rounds to 16 bits after each step and swallows updates smaller than half of its own: to
+    train in mixed precision keep the parameters in float32 and let autocast do the rest.
+
+    State dicts are interchangeable with torch.optim.AdamW's, in both directions.
+
+    Args:
+        params: tensors, or dicts of `params` with options of their own, as in torch.
+        lr: learning rate, at least 0. Written into `param_groups` it counts from the next step.
+        betas: decay rates of the two means, each in [0, 1).
+        eps: keeps the quotient finite where gradients are zero, at least 0.
+        weight_decay: share of a weight, times lr, that each step removes; at least 0.
+
+    Raises:
+        ValueError: an option outside its range; names the value.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Iterable[dict[str, Any]],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+    ) -> None:
+        options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        _check_options(options)
+        super().__init__(params, options)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters with options of their own; those not given are the optimizer's.
+
+        Raises:
+            ValueError: an option outside its range, or a parameter that is already in a group.
+        """
+        _check_options({**self.defaults, **param_group})
+        super().add_param_group(param_group)
+
+    @torch.no_grad()
+    def step(  # type: ignore[override]  # torch overloads it, to the same effect
+        self, closure: Callable[[], float] | None = None
+    ) -> float | None:
+        """Update every parameter that has a gradient.
+
+        Args:
+            closure: computes the gradients and returns the loss; called once, before the update.
+
+        Returns:
+            What the closure returned; None without one.
+
+        Raises:
+            RuntimeError: a sparse gradient or a complex parameter.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for step, params in self._parameters_by_step(group["params"]):
+                _update(
+                    params,
+                    [param.grad for param in params if param.grad is not None],
+                    [self.state[param]["exp_avg"] for param in params],
+                    [self.state[param]["exp_avg_sq"] for param in params],
+                    step=step,
+                    lr=group["lr"],
+                    beta1=beta1,
+                    beta2=beta2,
+                    eps=group["eps"],
+                    weight_decay=group["weight_decay"],
+                )
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over the state and options of another AdamW, ours or torch's.
+
+        As in torch the parameters are matched by their position, and moments that already have
+        the right type and device are shared with `state_dict`, not copied.
+
+        Raises:
+            ValueError: other groups or sizes of groups; options of torch's that we do not have.
+        """
+        for option in ("amsgrad", "maximize"):
+            if any(group.get(option, False) for group in state_dict["param_groups"]):
+                raise ValueError(f"this AdamW has no {option}, with which the state was written")
+        super().load_state_dict(state_dict)
+        # The base class casts every moment to its parameter's type. Where that is 16 bits wide
+        # they have just lost what they are kept in float32 for: take them again.
+        saved_ids = [i for group in state_dict["param_groups"] for i in group["params"]]
+        params = [param for group in self.param_groups for param in group["params"]]
+        for i, param in zip(saved_ids, params, strict=True):
+            if param.dtype in HALF_PRECISION and i in state_dict["state"]:
+                for name in ("exp_avg", "exp_avg_sq"):
+                    moment = state_dict["state"][i][name]
+                    self.state[param][name] = moment.to(param.device, torch.float32)
+
+    def _parameters_by_step(self, params: list[Tensor]) -> list[tuple[int, list[Tensor]]]:
+        """Count one more step for parameters with a gradient; list those that go together.
+
+        What one list operation takes has one device, one type and one bias correction, thus one
+        step. Parameters that always have a gradient share theirs, so one list is the rule.
+        """
+        lists: dict[tuple[torch.device, torch.dtype, int], list[Tensor]] = defaultdict(list)
+        for param in params:
+            if param.grad is None:
+                continue
+            if param.grad.is_sparse:
+                raise RuntimeError("AdamW takes no sparse gradients: use torch.optim.SparseAdam")
+            if param.is_complex():
+                raise RuntimeError("AdamW takes no complex parameters: use torch.view_as_real")
+            state = self.state[param]
+            if not state:
+                dtype = torch.float32 if param.dtype in HALF_PRECISION else param.dtype
+                state["step"] = 0
+                state["exp_avg"] = torch.zeros_like(param, dtype=dtype)
+                state["exp_avg_sq"] = torch.zeros_like(param, dtype=dtype)
+            # int: a state that torch.optim.AdamW wrote counts in a float tensor.
+            state["step"] = int(state["step"]) + 1
+            lists[param.device, param.dtype, state["step"]].append(param)
+        return [(step, params) for (_, _, step), params in lists.items()]
+
+
+def decay_groups(
+    named_parameters: Iterable[tuple[str, Tensor]], weight_decay: float
+) -> list[dict[str, Any]]:
+    """Sort parameters into those that decay and those that do not, for an optimizer's `params`.
+
+    Matrices and embeddings decay. Biases and the gains of norms, which have one dimension or none,
+    do not: decay would pull a gain towards 0, away from the 1 that leaves its input alone.
+
+    Args:
+        named_parameters: `model.named_parameters()`. Frozen parameters are left out; a tensor with
+            several names (tied weights) is taken once, where it comes first.
+        weight_decay: of the first group; the second has 0.
+
+    Returns:
+        At most two groups, `{"params": [...], "weight_decay": ...}`, in the order of the names;
+        a group without parameters is omitted.
+    """
+    trainable = {id(param): param for _, param in named_parameters if param.requires_grad}
+    decayed = [param for param in trainable.values() if param.ndim >= 2]
+    undecayed = [param for param in trainable.values() if param.ndim < 2]
+    assert sorted(map(id, decayed + undecayed)) == sorted(trainable), "not each exactly once"
+    groups = [
+        {"params": decayed, "weight_decay": weight_decay},
+        {"params": undecayed, "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def _update(
+    params: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    *,
+    step: int,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+) -> None:
+    """Do one step, in place, for tensors of one device and type that are at the same step."""
+    if params[0].dtype in HALF_PRECISION:
+        exact_params, grads = _in_float32(params), _in_float32(grads)
+    else:
+        exact_params = params
+
+    if weight_decay != 0:
+        torch._foreach_mul_(exact_params, 1 - lr * weight_decay)
+
+    torch._foreach_lerp_(exp_avgs, grads, 1 - beta1)
+    torch._foreach_mul_(exp_avg_sqs, beta2)
+    torch._foreach_addcmul_(exp_avg_sqs, grads, grads, 1 - beta2)
+
+    # Both means start at 0 and are too small at first by the factor 1 - beta^t. The steps are
+    # numbers of Python, so that nothing here waits for a GPU.
+    denominators = torch._foreach_sqrt(exp_avg_sqs)
+    torch._foreach_div_(denominators, (1 - beta2**step) ** 0.5)
+    torch._foreach_add_(denominators, eps)
+    torch._foreach_addcdiv_(exact_params, exp_avgs, denominators, -lr / (1 - beta1**step))
+
+    if exact_params is not params:
+        torch._foreach_copy_(params, exact_params)
+
+
+def _in_float32(tensors: list[Tensor]) -> list[Tensor]:
+    copies = [torch.empty_like(tensor, dtype=torch.float32) for tensor in tensors]
+    torch._foreach_copy_(copies, tensors)
+    return copies
+
+
+def _check_options(options: dict[str, Any]) -> None:
+    for name in ("lr", "eps", "weight_decay"):
+        if not (options[name] >= 0 and math.isfinite(options[name])):
+            raise ValueError(f"{name} {options[name]} must be a number of at least 0")
+    for name, beta in zip(("beta1", "beta2"), options["betas"], strict=True):
+        if not 0 <= beta < 1:
+            raise ValueError(f"{name} {beta} must be at least 0 and less than 1")
