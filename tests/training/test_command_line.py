@@ -1,0 +1,111 @@
+"""Options come from dataclasses; a mistake is one line with the nearest right name."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import pytest
+
+from training.command_line import CommandLineError, build, did_you_mean, parse_options
+
+PRESETS = {"large": {"width": 1024, "rate": 0.5}}
+
+
+@dataclass(frozen=True)
+class Section:
+    """Options of the test"""
+
+    width: int = 64
+    """How wide."""
+    rate: float = 0.1
+    """How fast."""
+    kind: Literal["round", "square"] = "round"
+    """Which kind."""
+    limit: int | None = None
+    """How much; none: no limit."""
+    preset: str | None = None
+    """Named values."""
+
+
+def parse(*argv: str) -> Section:
+    options = parse_options([Section], description="A test.", argv=argv, presets=PRESETS)
+    return build(Section, options)
+
+
+def message_of(*argv: str) -> str:
+    with pytest.raises(CommandLineError) as caught:
+        parse(*argv)
+    return str(caught.value)
+
+
+def test_flags_win_over_file_over_preset_over_defaults(tmp_path):
+    file = tmp_path / "options.yaml"
+    file.write_text("rate: 0.25\nlimit: 7\n")
+    assert parse() == Section()
+    assert parse("--preset", "large").width == 1024
+    from_file = parse("--preset", "large", "--config", str(file))
+    assert (from_file.width, from_file.rate, from_file.limit) == (1024, 0.25, 7)
+    from_flag = parse("--preset", "large", "--config", str(file), "--rate", "0.75")
+    assert (from_flag.rate, from_flag.limit) == (0.75, 7)
+
+
+def test_a_preset_can_be_named_in_the_file(tmp_path):
+    file = tmp_path / "options.yaml"
+    file.write_text("preset: large\nwidth: 3\n")
+    section = parse("--config", str(file))
+    assert (section.width, section.rate) == (3, 0.5)
+
+
+def test_a_float_may_be_written_with_an_exponent_or_as_an_integer(tmp_path):
+    assert parse("--rate", "1e-3").rate == 0.001
+    assert parse("--rate", "1").rate == 1.0
+    file = tmp_path / "options.yaml"
+    file.write_text("rate: 1e-3\n")
+    assert parse("--config", str(file)).rate == 0.001
+
+
+@pytest.mark.parametrize("argv", [["--widht", "3"], ["--widht=3"]])
+def test_a_misspelt_flag_is_answered_with_the_nearest_name(argv):
+    assert "unknown option widht; did you mean width?" in message_of(*argv)
+
+
+def test_a_misspelt_key_in_the_file_is_answered_with_the_nearest_name(tmp_path):
+    file = tmp_path / "options.yaml"
+    file.write_text("widht: 3\n")
+    assert "unknown option widht; did you mean width?" in message_of("--config", str(file))
+
+
+def test_a_misspelt_preset_is_answered_with_the_nearest_name():
+    assert "unknown preset larg; did you mean large?" in message_of("--preset", "larg")
+
+
+def test_a_flag_is_not_taken_by_its_first_letters():
+    assert "unknown option wid" in message_of("--wid", "3")
+
+
+@pytest.mark.parametrize(
+    ("argv", "parts"),
+    [
+        (["--width", "wide"], ["width", "int", "wide"]),
+        (["--width", "2.5"], ["width", "int", "2.5"]),
+        (["--rate", "1e-3x"], ["rate", "float", "1e-3x"]),
+        (["--kind", "oval"], ["kind", "round", "square", "oval"]),
+        (["stray"], ["stray"]),
+        (["--config", "no-such-file.yaml"], ["no-such-file.yaml"]),
+    ],
+)
+def test_a_wrong_value_is_named_with_its_option(argv, parts):
+    message = message_of(*argv)
+    assert all(part in message for part in parts), message
+
+
+def test_no_name_is_guessed_for_something_far_off():
+    assert did_you_mean("zzzz", ["width", "rate"]) == ""
+
+
+def test_help_lists_every_option_with_its_reason(capsys):
+    with pytest.raises(SystemExit) as left:
+        parse("--help")
+    assert left.value.code == 0
+    text = capsys.readouterr().out
+    for part in ("Options of the test", "--width", "How wide.", "--limit", "default: 64"):
+        assert part in text

@@ -1,0 +1,108 @@
+"""The configuration of a run: what follows from what, and what is refused."""
+
+from dataclasses import replace
+
+import pytest
+import yaml
+
+from training.command_line import CommandLineError
+from training.config import Config, check, load_config, with_length, write_config
+
+
+def config_of(*argv: str) -> Config:
+    return load_config("A test.", argv)
+
+
+def problems_of(*argv: str, world_size: int = 1) -> str:
+    with pytest.raises(CommandLineError) as caught:
+        check(config_of(*argv), world_size)
+    return str(caught.value)
+
+
+def test_the_defaults_work_at_1_2_and_4_processes():
+    for world_size in (1, 2, 4):
+        check(config_of(), world_size)
+
+
+def test_a_batch_that_does_not_divide_is_refused_with_the_sizes_that_would():
+    message = problems_of("--batch_size", "30", "--gradient_accumulation_steps", "2", world_size=4)
+    assert message == (
+        "batch_size 30 does not divide by 4 processes x 2 accumulation steps: use 24 or 32"
+    )
+
+
+def test_a_batch_smaller_than_the_processes_is_told_the_smallest_that_works():
+    assert problems_of("--batch_size", "3", world_size=4).endswith("use 4")
+
+
+def test_all_problems_stand_in_one_message():
+    message = problems_of(
+        "--lr_min", "1", "--keep_checkpoints", "0", "--beta2", "1", "--max_norm", "0"
+    )
+    for part in ("lr_min 1.0 is above", "keep_checkpoints is 0", "beta2 is 1", "max_norm is 0"):
+        assert part in message
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("iterations", "-1"),
+        ("epochs", "0"),
+        ("log_interval", "0"),
+        ("val_interval", "-1"),
+        ("warmup_iters", "-1"),
+        ("seed", "-1"),
+        ("bucket_cap_mb", "0"),
+        ("weight_decay", "nan"),
+    ],
+)
+def test_a_value_without_meaning_is_named(name, value):
+    assert name in problems_of(f"--{name}", value)
+
+
+def test_what_is_left_open_follows_from_the_length():
+    schedule = with_length(config_of("--iterations", "200"), 1000).schedule
+    assert (schedule.warmup_iters, schedule.cos_cycle_iters, schedule.decay_iters) == (20, 200, 80)
+
+
+def test_epochs_set_the_iterations_so_that_no_window_is_missed():
+    config = config_of("--epochs", "2", "--batch_size", "4")
+    assert with_length(config, 5).schedule.iterations == 3
+
+
+def test_a_warm_up_longer_than_the_run_is_a_run_within_the_warm_up():
+    schedule = with_length(config_of("--iterations", "5", "--warmup_iters", "9"), 1000).schedule
+    assert schedule.cos_cycle_iters == 9
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--warmup_iters", "20", "--cos_cycle_iters", "10"],
+        ["--schedule", "wsd", "--iterations", "10", "--warmup_iters", "6", "--decay_iters", "5"],
+    ],
+)
+def test_a_schedule_whose_parts_do_not_fit_is_refused(argv):
+    with pytest.raises(CommandLineError):
+        with_length(config_of(*argv), 1000)
+
+
+def test_the_saved_configuration_reads_back_as_itself(tmp_path):
+    config = with_length(config_of("--d_model", "96", "--num_heads", "3", "--lr_max", "1e-3"), 9)
+    path = tmp_path / "config.yaml"
+    write_config(config, path)
+    assert config_of("--config", str(path)) == config
+
+
+def test_the_flat_form_holds_every_option_once():
+    config = config_of()
+    flat = config.to_dict()
+    sections = [config.model, config.data, config.schedule, config.optimizer, config.run]
+    assert len(flat) == sum(len(vars(s)) for s in [*sections, config.device])
+    assert yaml.safe_load(yaml.safe_dump(flat)) == flat
+
+
+def test_the_micro_batch_is_the_global_batch_cut_by_ranks_and_steps():
+    config = config_of("--batch_size", "24", "--gradient_accumulation_steps", "3")
+    assert config.micro_batch_size(4) == 2
+    assert replace(config).micro_batch_size(1) == 8

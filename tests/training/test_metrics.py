@@ -1,0 +1,62 @@
+"""What a run writes of itself reads back complete, each step once."""
+
+import json
+import math
+
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from training.metrics import Metrics, duration, keep_until
+
+
+def lines_of(path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def write_steps(tmp_path, done: int, steps: range, offset: float) -> None:
+    metrics = Metrics(tmp_path / "metrics.jsonl", tmp_path / "board", done, is_active=True)
+    for step in steps:
+        metrics.log(step, loss_train=step + offset)
+    metrics.close()
+
+
+def test_a_resumed_run_continues_both_files_without_a_double_or_a_gap(tmp_path):
+    write_steps(tmp_path, 0, range(1, 18), offset=0.0)  # killed at 17, last checkpoint at 10
+    write_steps(tmp_path, 10, range(11, 21), offset=0.5)
+    expected = [step if step <= 10 else step + 0.5 for step in range(1, 21)]
+
+    entries = lines_of(tmp_path / "metrics.jsonl")
+    assert [entry["iteration"] for entry in entries] == list(range(1, 21))
+    assert [entry["loss_train"] for entry in entries] == expected
+
+    board = EventAccumulator(str(tmp_path / "board")).Reload()
+    events = board.Scalars("loss_train")
+    assert [event.step for event in events] == list(range(1, 21))
+    assert [event.value for event in events] == expected
+
+
+def test_a_line_that_a_kill_left_unfinished_is_dropped(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"iteration": 1}\n{"iteration": 2}\n{"itera')
+    keep_until(path, 5)
+    assert lines_of(path) == [{"iteration": 1}, {"iteration": 2}]
+
+
+def test_a_loss_that_is_not_finite_is_written_as_json_that_others_can_read(tmp_path):
+    metrics = Metrics(tmp_path / "metrics.jsonl", tmp_path / "board", 0, is_active=True)
+    metrics.log(1, loss_train=math.nan, grad_norm=math.inf)
+    metrics.close()
+    assert lines_of(tmp_path / "metrics.jsonl") == [
+        {"iteration": 1, "loss_train": "nan", "grad_norm": "inf"}
+    ]
+
+
+def test_ranks_that_do_not_write_leave_nothing(tmp_path):
+    metrics = Metrics(tmp_path / "metrics.jsonl", tmp_path / "board", 0, is_active=False)
+    metrics.log(1, loss_train=1.0)
+    metrics.flush()
+    metrics.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_durations_read_as_clock_times():
+    assert [duration(s) for s in (5, 65, 7384)] == ["0:05", "1:05", "2:03:04"]

@@ -1,0 +1,288 @@
+"""Pretrain a Transformer language model from scratch.
+
+    torchrun --nproc_per_node=2 train_ddp.py              # 2 processes, no argument needed
+    python train_ddp.py                                   # the same job in 1 process
+    torchrun --nproc_per_node=8 train_ddp.py --preset gpt2-124m --data_dir data/mine
+    torchrun --nproc_per_node=8 train_ddp.py --preset gpt2-124m --data_dir data/mine --resume auto
+
+Without --data_dir it trains on the source of the Python standard library of this machine. The loss
+curve depends on configuration and seed alone, not on how many processes compute it.
+"""
+
+import contextlib
+import math
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from data.errors import CorpusError
+from data.tokens import EpochWindows, PreparedData, RandomWindows, ValidationWindows, open_tokens
+from dist.ddp import DDP
+from dist.process_group import (
+    ProcessGroupError,
+    RankZeroError,
+    World,
+    init_process_group,
+    set_random_seed,
+    shut_down,
+)
+from dist.sharded_optimizer import ShardedOptimizer
+from model.config import ModelConfigError
+from model.loss import CrossEntropyLoss
+from model.transformer import Transformer
+from optim.adamw import AdamW, decay_groups
+from optim.clip import clip_grad_norm
+from optim.schedule import learning_rate, set_learning_rate
+from prepare import prepare_default_corpus
+from training import checkpoint
+from training.checkpoint import CheckpointError
+from training.command_line import run
+from training.config import DEFAULT_DATA_DIR, Config, check, load_config, with_length, write_config
+from training.evaluate import evaluate
+from training.hardware import autocast, resolve_dtype
+from training.job import Job
+from training.metrics import Metrics, StepClock, introduce, show_progress, show_validation
+from training.run_folder import RunFolder
+
+
+class DivergedError(RuntimeError):
+    """Too many steps in a row had a gradient that is not finite."""
+
+
+def main() -> None:
+    """Configuration, processes, data, model, optimizer, resume, loop, leave."""
+    config = load_config(__doc__ or "")
+    world = init_process_group(
+        config.device.backend, config.device.device, config.device.timeout_seconds
+    )
+    check(config, world.world_size)
+
+    data = open_data(config, world)
+    config = replace(config, model=config.model.resolve(data.vocab_size))
+    config, windows, val_windows = make_windows(config, data)
+
+    set_random_seed(config.run.seed, world.rank)
+    model = Transformer(config.model).to(world.device)
+    job = Job(
+        config=config,
+        world=world,
+        data=data,
+        windows=windows,
+        val_windows=val_windows,
+        model=model,
+        ddp=DDP(model, config.device.bucket_cap_mb),
+        optimizer=make_optimizer(config, model),
+        folder=RunFolder(config.run.out_dir, config.run.keep_checkpoints),
+        dtype=resolve_dtype(config.device.dtype, world.device),
+    )
+    resume_or_start(job)
+    introduce(job)
+    train(job)
+    shut_down(world)
+
+
+def train(job: Job) -> None:
+    """Step, show, validate and save until the last iteration."""
+    options = job.config.run
+    metrics = Metrics(
+        job.folder.metrics, job.folder.tensorboard, job.iteration, is_active=job.is_rank_zero
+    )
+    if job.iteration == 0:
+        validate(job, metrics)
+    clock = StepClock()
+    skipped_in_a_row = 0
+    while not job.is_last:
+        job.iteration += 1
+        loss, grad_norm = training_step(job)
+        clock.count_step()
+        skipped_in_a_row = 0 if math.isfinite(grad_norm) else skipped_in_a_row + 1
+        note_skipped_step(job, skipped_in_a_row)
+        if job.is_due(options.log_interval) or job.iteration == 1 or job.is_last:
+            show_progress(job, metrics, clock, loss, grad_norm, lr_at(job))
+        with clock.paused():
+            is_best = (job.is_due(options.val_interval) or job.is_last) and validate(job, metrics)
+            is_due = job.is_due(options.checkpoint_interval) or job.is_last
+            if is_best or is_due:
+                metrics.flush()
+                save_checkpoint(job, is_best, is_due)
+    metrics.close()
+
+
+def training_step(job: Job) -> tuple[Tensor, float]:
+    """One optimizer step on one global batch.
+
+    Returns:
+        The mean loss of this rank's part (a tensor, so that nothing waits for it), and the
+        gradient's global norm before clipping, alike on all ranks. A step whose norm is not
+        finite changes nothing.
+    """
+    world, options = job.world, job.config.optimizer
+    micro_steps = job.config.data.gradient_accumulation_steps
+    set_learning_rate(job.optimizer, lr_at(job))
+    loss = torch.zeros((), device=world.device)
+    for micro_step in range(micro_steps):
+        inputs, targets = micro_batch(job, micro_step)
+        is_last = micro_step == micro_steps - 1
+        with contextlib.nullcontext() if is_last else job.ddp.no_sync():
+            with autocast(world.device, job.dtype):
+                logits = job.ddp(inputs)
+            # All micro-batches hold equally many tokens: the mean of their means is the mean.
+            micro_loss = cross_entropy(logits, targets) / micro_steps
+            micro_loss.backward()
+        loss += micro_loss.detach()
+    job.ddp.finish_gradient_sync()
+    # Only now is the gradient complete, and the same on every rank: clip after sync.
+    grad_norm = clip_grad_norm(job.model.parameters(), options.max_norm).item()
+    if math.isfinite(grad_norm):
+        job.optimizer.step()
+    job.ddp.zero_grad()
+    return loss, grad_norm
+
+
+cross_entropy = CrossEntropyLoss()
+
+
+def micro_batch(job: Job, micro_step: int) -> tuple[Tensor, Tensor]:
+    """This rank's inputs and targets, each (micro_batch_size, max_seq_len) int64.
+
+    The global batch follows from seed and iteration alone. Micro-steps and ranks cut it in rows.
+    """
+    size = job.config.micro_batch_size(job.world.world_size)
+    first = (micro_step * job.world.world_size + job.world.rank) * size
+    rows = job.windows.batch(
+        job.iteration - 1, job.config.data.batch_size, slice(first, first + size)
+    )
+    tokens = torch.from_numpy(rows).to(job.world.device)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def lr_at(job: Job) -> float:
+    """Learning rate of the current step, counted from 1."""
+    schedule = job.config.schedule
+    assert schedule.warmup_iters is not None
+    assert schedule.cos_cycle_iters is not None
+    assert schedule.decay_iters is not None
+    return learning_rate(
+        job.iteration,
+        schedule=schedule.schedule,
+        warmup_iters=schedule.warmup_iters,
+        cos_cycle_iters=schedule.cos_cycle_iters,
+        decay_iters=schedule.decay_iters,
+        iterations=schedule.iterations,
+        lr_min=schedule.lr_min,
+        lr_max=schedule.lr_max,
+    )
+
+
+def note_skipped_step(job: Job, skipped_in_a_row: int) -> None:
+    """Count and report a step without update; every rank sees the same one.
+
+    Raises:
+        DivergedError: there have been max_skipped_steps in a row.
+    """
+    if skipped_in_a_row == 0:
+        return
+    job.skipped_steps += 1
+    job.say(f"step {job.iteration}: the gradient is not finite, no update")
+    if skipped_in_a_row >= job.config.optimizer.max_skipped_steps:
+        raise DivergedError(
+            f"{skipped_in_a_row} steps in a row had no finite gradient, the last one step "
+            f"{job.iteration}: resume from a checkpoint with a lower lr_max"
+        )
+
+
+def validate(job: Job, metrics: Metrics) -> bool:
+    """Measure, show and log the validation loss; whether it is the best of a trained model."""
+    if job.val_windows is None:
+        return False
+    batch_size = job.config.micro_batch_size(job.world.world_size)
+    context = partial(autocast, job.world.device, job.dtype)
+    val_loss = evaluate(job.model, job.val_windows, batch_size, job.world, context)
+    show_validation(job, metrics, val_loss)
+    is_best = job.iteration > 0 and val_loss < job.best_val_loss
+    if is_best:
+        job.best_val_loss = val_loss
+    return is_best
+
+
+def save_checkpoint(job: Job, is_best: bool, is_due: bool) -> None:
+    """Collect the state of all ranks and let rank 0 write it; the others wait for it."""
+    collected = checkpoint.collect(
+        model=job.model,
+        optimizer=job.optimizer,
+        iteration=job.iteration,
+        best_val_loss=job.best_val_loss,
+        config=job.config.to_dict(),
+        tokenizer_json=job.data.tokenizer_json,
+    )
+    problem = job.world.on_rank_zero(partial(job.folder.save, collected, is_best, is_due))
+    if problem is not None:
+        job.say(problem)
+
+
+def open_data(config: Config, world: World) -> PreparedData:
+    """Open the token files; the default corpus is prepared first where it is missing."""
+    if config.data.data_dir == DEFAULT_DATA_DIR:
+        world.on_rank_zero(partial(prepare_default_corpus, DEFAULT_DATA_DIR))
+    return open_tokens(config.data.data_dir)
+
+
+def make_windows(
+    config: Config, data: PreparedData
+) -> tuple[Config, RandomWindows | EpochWindows, ValidationWindows | None]:
+    """Training and validation windows, and the configuration with its length filled in."""
+    context, seed = config.model.max_seq_len, config.run.seed
+    val_windows = None
+    if config.run.val_interval:
+        val_windows = ValidationWindows(data.val, context, config.run.val_windows, seed)
+    epoch_windows = EpochWindows(data.train, context, seed)
+    config = with_length(config, epoch_windows.num_windows)
+    if config.schedule.epochs is not None:
+        return config, epoch_windows, val_windows
+    return config, RandomWindows(data.train, context, seed), val_windows
+
+
+def make_optimizer(config: Config, model: Transformer) -> torch.optim.Optimizer:
+    """AdamW with decay on matrices alone; its state sharded over the ranks if wished."""
+    options = config.optimizer
+    groups = decay_groups(model.named_parameters(), options.weight_decay)
+    lr, betas, eps = config.schedule.lr_max, (options.beta1, options.beta2), options.eps
+    if config.device.shard_optimizer:
+        return ShardedOptimizer(groups, AdamW, lr=lr, betas=betas, eps=eps)
+    return AdamW(groups, lr=lr, betas=betas, eps=eps)
+
+
+def resume_or_start(job: Job) -> None:
+    """Go on from the checkpoint that the configuration asks for, or claim a fresh folder."""
+    config, folder, world = job.config, job.folder, job.world
+    path = world.on_rank_zero(partial(folder.choose_checkpoint, config.run.resume))
+    if path is not None:
+        saved = checkpoint.load_checkpoint(path)
+        checkpoint.check_tokenizer(saved, job.data.tokenizer_json)
+        checkpoint.restore(
+            saved, model=job.model, optimizer=job.optimizer, world=world, seed=config.run.seed
+        )
+        job.iteration, job.best_val_loss = saved["iteration"], saved["best_val_loss"]
+        job.say(f"resumed from {path} after {job.iteration} steps")
+        for change in checkpoint.changes(saved["config"], config.to_dict()):
+            job.say(f"  changed since: {change}")
+    done = job.iteration if path is not None else None
+    world.on_rank_zero(partial(folder.claim, done, config.run.overwrite))
+    if job.is_rank_zero:
+        write_config(config, folder.config)
+
+
+if __name__ == "__main__":
+    run(
+        main,
+        mistakes=(
+            CheckpointError,
+            CorpusError,
+            DivergedError,
+            ModelConfigError,
+            ProcessGroupError,
+            RankZeroError,
+        ),
+    )

@@ -1,0 +1,50 @@
+"""Validation: the mean loss over one fixed list of windows, shared out among the ranks."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import torch
+
+from data.tokens import ValidationWindows
+from dist.collectives import all_reduce_sum
+from dist.process_group import World
+from model.loss import CrossEntropyLoss
+from model.transformer import Transformer
+
+
+@torch.no_grad()
+def evaluate(
+    model: Transformer,
+    windows: ValidationWindows,
+    batch_size: int,
+    world: World,
+    autocast: Callable[[], AbstractContextManager[object]],
+) -> float:
+    """Mean loss in nats over all tokens of all validation windows; every rank must call it.
+
+    Rank r takes the windows r, r + world_size, ...; sums and counts are added over the ranks
+    before they are divided, so unequal shares and a last, smaller batch weigh what they should.
+    No random generator is touched: validating more often changes nothing in training.
+
+    Args:
+        model: unwrapped; its training mode is restored.
+        windows: the fixed list.
+        batch_size: windows in one forward pass.
+        world: the processes.
+        autocast: makes the context of the forward pass.
+    """
+    was_training = model.training
+    model.eval()
+    token_losses = CrossEntropyLoss(reduction="none")
+    # (sum of losses, tokens) in float64: the sum is over millions of tokens.
+    total = torch.zeros(2, dtype=torch.float64, device=world.device)
+    mine = range(world.rank, windows.num_windows, world.world_size)
+    for first in range(0, len(mine), batch_size):
+        rows = torch.from_numpy(windows.rows(mine[first : first + batch_size])).to(world.device)
+        with autocast():
+            losses = token_losses(model(rows[:, :-1]), rows[:, 1:])
+        total[0] += losses.double().sum()
+        total[1] += losses.numel()
+    model.train(was_training)
+    loss_sum, tokens = all_reduce_sum(total).tolist()
+    return loss_sum / tokens

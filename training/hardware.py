@@ -1,0 +1,63 @@
+"""What the device can do: whether it multiplies bfloat16 natively, and its peak rate."""
+
+import contextlib
+import resource
+import sys
+from contextlib import AbstractContextManager
+
+import torch
+
+# Dense bfloat16 peak without sparsity, FLOP/s, from the makers' data sheets: A100 and H100 (SXM,
+# PCIe) datasheets, H200 datasheet, L40S datasheet. A device that is not listed has an MFU
+# unknown; a guessed peak would make every figure wrong in silence.
+PEAK_BFLOAT16_FLOPS = {
+    "NVIDIA A100-SXM4-40GB": 312e12,
+    "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA A100 80GB PCIe": 312e12,
+    "NVIDIA H100 80GB HBM3": 989e12,
+    "NVIDIA H100 PCIe": 756e12,
+    "NVIDIA H200": 989e12,
+    "NVIDIA L40S": 362e12,
+}
+
+
+def resolve_dtype(requested: str, device: torch.device) -> torch.dtype:
+    """The dtype of matrix products for an option's value.
+
+    Args:
+        requested: float32, bfloat16 or auto: bfloat16 where the hardware has instructions for it
+            (emulated, it is slower than float32).
+        device: where it will run.
+    """
+    if requested != "auto":
+        return torch.bfloat16 if requested == "bfloat16" else torch.float32
+    if device.type == "cuda":
+        native = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return torch.bfloat16 if native else torch.float32
+
+
+def autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManager[object]:
+    """Context in which matrix products run in `dtype`; nothing for float32."""
+    if dtype == torch.float32:
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, dtype=dtype)
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """The device's peak in `dtype` matrix products, FLOP/s; None where it is not known."""
+    if device.type != "cuda" or dtype != torch.bfloat16:
+        return None
+    return PEAK_BFLOAT16_FLOPS.get(torch.cuda.get_device_name(device))
+
+
+def peak_memory_gb(device: torch.device) -> float:
+    """Most memory that this process has used so far, in GB of 2^30 bytes.
+
+    On a GPU what its tensors took there, on a CPU the process's resident memory.
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return resident / (2**30 if sys.platform == "darwin" else 2**20)
