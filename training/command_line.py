@@ -9,6 +9,8 @@ any clean-up that talks to other ranks could wait for one that is gone.
 
 import contextlib
 import difflib
+import itertools
+import json
 import os
 import re
 import sys
@@ -16,7 +18,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_origin, get_type_hints
 
 from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
 
@@ -59,7 +61,7 @@ def parse_options(
     parser.add_argument("--config", action="config", help="YAML file of options; flags win over it")
     for section in sections:
         parser.add_class_arguments(section)
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    arguments = _spell_out(sys.argv[1:] if argv is None else argv, sections)
     names = [field.name for section in sections for field in fields(section)]
     try:
         with _help_from_rank_zero_alone():
@@ -123,6 +125,38 @@ def _one_line(error: Exception, rank: int) -> str:
         return f"{script}: {message}"
     time.sleep(SECONDS_FOR_RANK_ZERO_TO_SPEAK)
     return f"{script}: rank {rank}: {message}"
+
+
+def _spell_out(arguments: Sequence[str], sections: Sequence[type]) -> list[str]:
+    """Say `--flag` as `--flag=true` and `--files a b` as `--files=["a", "b"]`.
+
+    The second of each is what jsonargparse takes for a bool and a list, the first what people
+    type. A list that is given twice is added to.
+    """
+    kinds = {name: kind for section in sections for name, kind in get_type_hints(section).items()}
+    spelled_out: list[str] = []
+    lists_seen: set[str] = set()
+    waiting = list(arguments)
+    while waiting:
+        argument = waiting.pop(0)
+        flag, equals, value = argument.partition("=")
+        kind = kinds.get(flag.removeprefix("--")) if flag.startswith("--") else None
+        if kind is bool and not equals and waiting[:1] not in (["true"], ["false"]):
+            argument = f"{flag}=true"
+        elif get_origin(kind) is list:
+            words = [value] if equals else list(itertools.takewhile(_is_value, waiting))
+            # An ASCII locale hides other characters in surrogates, which YAML does not take.
+            readable = [os.fsencode(word).decode("utf-8", "surrogateescape") for word in words]
+            if words and not words[0].startswith("["):
+                argument = f"{flag}{'+' * (flag in lists_seen)}={json.dumps(readable)}"
+                del waiting[: 0 if equals else len(words)]
+                lists_seen.add(flag)
+        spelled_out.append(argument)
+    return spelled_out
+
+
+def _is_value(word: str) -> bool:
+    return not word.startswith("-")
 
 
 @contextlib.contextmanager
