@@ -7,8 +7,10 @@ ranks wait for each other and destroy the group, after a failure nobody waits fo
 
 import itertools
 import json
+import math
 import os
 import random
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -61,21 +63,26 @@ class World:
         Args:
             work: returns something that JSON can carry.
 
+        Returns:
+            The result as JSON gives it back, on rank 0 too: a tuple is a list on every rank.
+
         Raises:
             RankZeroError: on the other ranks, when work raised on rank 0; there, its own exception.
         """
-        if self.store is None:
-            return work()
         key = f"on_rank_zero/{next(self._meetings)}"
         if self.rank == 0:
             try:
-                result = work()
+                message = json.dumps({"result": work()})
             except Exception as error:
-                self.store.set(key, json.dumps({"error": f"{error}"}))
+                if self.store is not None:
+                    self.store.set(key, json.dumps({"error": f"{error}"}))
                 raise
-            self.store.set(key, json.dumps({"result": result}))
-            return result
-        answer = json.loads(_wait_for(self.store, key))
+            if self.store is not None:
+                self.store.set(key, message)
+        else:
+            assert self.store is not None
+            message = _wait_for(self.store, key)
+        answer = json.loads(message)
         if "error" in answer:
             raise RankZeroError(answer["error"])
         return answer["result"]
@@ -93,12 +100,14 @@ def init_process_group(
 
     Raises:
         ProcessGroupError: half-set environment, fewer GPUs than local ranks, nccl without GPUs,
-            an address that is in use, a time-out that is not positive.
+            an address that is in use or unknown, a time-out that is no positive number.
     """
     rank, local_rank, world_size, local_world_size = _environment()
     where = _device(device, local_rank, local_world_size)
-    if timeout_seconds <= 0:
-        raise ProcessGroupError(f"timeout_seconds is {timeout_seconds}, it must be positive")
+    if not (timeout_seconds > 0 and math.isfinite(timeout_seconds)):
+        raise ProcessGroupError(
+            f"timeout_seconds is {timeout_seconds}, it must be a positive number of seconds"
+        )
     if backend == "nccl" and where.type != "cuda":
         raise ProcessGroupError("backend nccl needs GPUs: use backend gloo, or leave it out")
     if where.type == "cuda":
@@ -107,10 +116,15 @@ def init_process_group(
         return World(0, 0, 1, where)
     chosen = ("nccl" if where.type == "cuda" else "gloo") if backend == "auto" else backend
     timeout = timedelta(seconds=timeout_seconds)
+    address = f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"
+    if not re.fullmatch(r".+:\d+", address):
+        raise ProcessGroupError(
+            f"MASTER_ADDR:MASTER_PORT is {address}: set both, alike on every rank, to an address "
+            "of rank 0's machine and a free port of it; torchrun sets them"
+        )
     try:
         store, _, _ = next(torch_dist.rendezvous("env://", rank, world_size, timeout=timeout))
     except (torch_dist.DistNetworkError, torch_dist.DistStoreError) as error:
-        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise ProcessGroupError(
             f"the processes cannot meet at {address} ({_first_line(error)}): "
             "is the port in use, or a rank missing? Choose another MASTER_PORT"
@@ -192,12 +206,12 @@ def _device(device: Device, local_rank: int, local_world_size: int) -> torch.dev
     return torch.device("cuda", local_rank)
 
 
-def _wait_for(store: torch_dist.Store, key: str) -> bytes:
+def _wait_for(store: torch_dist.Store, key: str) -> str:
     """Wait at the store for as long as it takes; raises when the store itself is gone."""
     while True:
         try:
             store.wait([key], timedelta(seconds=60))
-            return store.get(key)
+            return store.get(key).decode()
         except torch_dist.DistStoreError:
             continue  # a time-out: rank 0 is still at work
 
