@@ -68,7 +68,8 @@ def broadcast_tensors(tensors: Sequence[Tensor]) -> None:
     for same_kind in by_kind.values():
         for group in _groups_of_bytes(same_kind, BROADCAST_BYTES):
             flat = torch.cat([tensor.detach().reshape(-1) for tensor in group])
-            torch_dist.broadcast(flat, src=0)
+            # As bytes: gloo refuses some types that buffers have, such as int16.
+            torch_dist.broadcast(flat.view(torch.uint8), src=0)
             offset = 0
             for tensor in group:
                 piece = flat[offset : offset + tensor.numel()]
