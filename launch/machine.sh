@@ -1,0 +1,40 @@
+# What the launchers for machines without a scheduler share; they source it, nobody runs it.
+# shellcheck shell=bash
+
+# Print the comment that opens the calling script.
+usage() {
+    sed -n '2,/^$/s/^# \{0,1\}//p' "$0"
+}
+
+fail() {
+    echo "${0##*/}: $*" >&2
+    exit 2
+}
+
+# GPUs that a process started here may use: those of the driver, or the ones that
+# CUDA_VISIBLE_DEVICES leaves of them. CUDA reads its entries up to the first invalid one.
+number_of_gpus() {
+    local listing device count=0
+    listing=$(nvidia-smi -L 2>/dev/null) || true
+    if [[ -n $listing && -n ${CUDA_VISIBLE_DEVICES+set} ]]; then
+        for device in ${CUDA_VISIBLE_DEVICES//,/ }; do
+            [[ $device != -* ]] || break
+            count=$((count + 1))
+        done
+    else
+        # MIG slices of a GPU stand indented below it.
+        while read -r device; do
+            [[ $device != GPU\ * ]] || count=$((count + 1))
+        done <<<"$listing"
+    fi
+    echo "$count"
+}
+
+# Share the cores among the processes of this machine. Left alone, torchrun gives each process one
+# thread, and plain Python gives each all of them.
+set_threads() {
+    local processes=$1 cores share
+    cores=$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
+    share=$((cores / processes))
+    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((share > 0 ? share : 1))}
+}
