@@ -80,8 +80,9 @@ processes=${NPROC_PER_NODE:-${SLURM_GPUS_ON_NODE:-1}}
 threads=$((${SLURM_CPUS_ON_NODE:-1} / processes))
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
 
-# srun does not take over the job's CPUs per task by itself (since Slurm 22.05), and would leave
-# torchrun and all its processes on one. And a node that fails must end the step on the others.
+# Since Slurm 22.05 srun does not take over the job's CPUs per task by itself: where tasks are bound
+# to CPUs, torchrun and all its processes would share one. And a node that fails must end the step
+# on the others.
 [[ -z ${SLURM_CPUS_PER_TASK-} ]] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
 export SLURM_KILL_BAD_EXIT=1
 
