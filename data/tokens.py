@@ -10,6 +10,7 @@ across it; they never run across two files. Which windows make up global batch i
 (seed, i) alone, so each rank reads just its own rows, at any world size, after any interruption.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -171,7 +172,7 @@ class ValidationWindows:
         chosen = shuffled(np.arange(self.num_windows), available, random_bits(seed % 2**64, 2))
         self._starts = split.window_starts(np.sort(chosen), self._length, stride=context)
 
-    def rows(self, indices: np.ndarray) -> np.ndarray:
+    def rows(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
         """Read the windows at `indices`, each below num_windows: int64 (indices, context + 1)."""
         return self._split.windows(self._starts[indices], self._length)
 

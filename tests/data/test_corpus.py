@@ -56,7 +56,9 @@ def test_each_json_line_is_a_document_of_the_named_field(tmp_path):
 
 def test_json_lines_without_text_are_skipped_and_counted(tmp_path):
     path = tmp_path / "a.jsonl"
-    path.write_text('{"text": ""}\n{"text": null}\n{"other": 1}\n\n{"text": " \\n"}\n{"text": "x"}\n')
+    path.write_text(
+        '{"text": ""}\n{"text": null}\n{"other": 1}\n\n{"text": " \\n"}\n{"text": "x"}\n'
+    )
     documents, report = read(path)
     assert documents == ["x"]
     assert (report.documents, report.skipped) == (1, 5)
@@ -177,5 +179,7 @@ def test_a_pipe_is_refused_because_a_corpus_is_read_more_than_once():
 def test_only_empty_documents_are_refused(tmp_path):
     (tmp_path / "a.txt").write_text("  \n")
     (tmp_path / "b.jsonl").write_text('{"content": "x"}\n')
-    with pytest.raises(CorpusError, match=r"no document with text among 2 in 2 files.*--text_field"):
+    with pytest.raises(
+        CorpusError, match=r"no document with text among 2 in 2 files.*--text_field"
+    ):
         read(tmp_path)
