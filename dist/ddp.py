@@ -19,6 +19,7 @@ average of it is zero only if no rank had one.
 import contextlib
 import hashlib
 from collections.abc import Iterator
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -46,7 +47,7 @@ class DDP(nn.Module):
     a prefix. Without a process group it is the module and nothing else.
 
     Args:
-        module: on its device already; the same on every rank.
+        module: on its device already; the same on every rank, but for its values.
         bucket_cap_mb: megabytes of gradients sent together.
 
     Raises:
@@ -59,7 +60,7 @@ class DDP(nn.Module):
         if bucket_cap_mb <= 0:
             raise ValueError(f"bucket_cap_mb is {bucket_cap_mb}, it must be positive")
         self.module = module
-        _check_same_model(module)
+        _check_same_model(module, bucket_cap_mb)
         broadcast_tensors([*unique(module.parameters()), *module.buffers()])
         # Frozen parameters have buckets too: they may be thawed later.
         parameters = [p for p in module.parameters() if p.is_floating_point()]
@@ -91,7 +92,8 @@ class DDP(nn.Module):
     def finish_gradient_sync(self) -> None:
         """Send what has not been sent and wait: then all gradients are complete and alike.
 
-        Every rank must call it once a step, after the last backward.
+        Every rank must call it once a step, after the last backward; also a rank whose step broke
+        off with an exception, for the others wait for its buckets.
         """
         while self._next_to_send < len(self._reducers):
             self._send_next()
@@ -102,8 +104,8 @@ class DDP(nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients; `grad` is None afterwards, whatever `set_to_none` says.
 
-        After an exception in the middle of a backward this also ends the half-done sync, so that
-        the ranks' collectives stay in step.
+        After an exception in the middle of a backward this also ends the half-done sync. Enough
+        where all ranks broke off alike; where some did not, finish_gradient_sync() comes first.
         """
         if any(reducer.started for reducer in self._reducers):
             self.finish_gradient_sync()
@@ -151,6 +153,7 @@ class _Reducer:
         self.views = bucket.views(self.buffer)
         # Behind the gradients, one element a parameter: does this rank have a gradient?
         self.used = self.buffer[bucket.numel : bucket.numel + len(bucket.parameters)]
+        self.all_used = False
         self.ready: set[int] = set()
         self.sent = False
         self.work: torch_dist.Work | None = None
@@ -190,16 +193,22 @@ class _Reducer:
                 self.views[index].zero_()
             else:
                 self.take(index)
-        has_gradient = [float(parameter.grad is not None) for parameter in parameters]
-        self.used.copy_(torch.tensor(has_gradient, dtype=self.buffer.dtype))
+        has_gradient = [parameter.grad is not None for parameter in parameters]
+        self.all_used = all(has_gradient)
+        if self.all_used:
+            self.used.fill_(1)
+        else:
+            self.used.copy_(torch.tensor(has_gradient, dtype=self.buffer.dtype))
         self.work = start_all_reduce_mean(self.buffer)
         self.sent = True
 
     def finish(self) -> None:
         if self.work is not None:
             self.work.wait()
+        # What this rank has, no rank needs to tell it; to ask would make the CPU wait for the GPU.
+        used_by_any = [True] * len(self.views) if self.all_used else self.used.tolist()
         for parameter, view, used in zip(
-            self.bucket.parameters, self.views, self.used.tolist(), strict=True
+            self.bucket.parameters, self.views, used_by_any, strict=True
         ):
             # A parameter frozen on this rank alone would break the replicas; take the average.
             parameter.grad = view if used else None
@@ -208,23 +217,26 @@ class _Reducer:
         self.work = None
 
 
-def _check_same_model(module: nn.Module) -> None:
+def _check_same_model(module: nn.Module, bucket_cap_mb: float) -> None:
     """Compare what the ranks hold, by a digest first, and name the first difference."""
-    held = [
-        f"{name} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}"
+    held = [f"buckets of {bucket_cap_mb} MB"]
+    held += [
+        f"parameter {name} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}"
         for name, p in module.named_parameters()
     ]
+    held += [f"buffer {name} {tuple(b.shape)} {b.dtype}" for name, b in module.named_buffers()]
     digest = hashlib.sha256("\n".join(held).encode()).hexdigest()
     digests = broadcast_object(gather_objects(digest))
-    if len(set(digests)) == 1:
-        return
-    of_rank_zero = broadcast_object(held)
-    longest = max(len(of_rank_zero), len(held))
-    ours, theirs = (parts + ["nothing"] * (longest - len(parts)) for parts in (held, of_rank_zero))
-    for position, (mine, reference) in enumerate(zip(ours, theirs, strict=True)):
-        if mine != reference:
-            raise ValueError(
-                f"ranks hold different models: parameter {position} is {mine} here, "
-                f"and {reference} on rank 0"
-            )
-    raise ValueError("ranks hold different models: this rank's is rank 0's, another rank's is not")
+    if len(set(digests)) > 1:
+        raise ValueError(broadcast_object(_first_difference(gather_objects(held) or [])))
+
+
+def _first_difference(held_by_rank: list[list[str]]) -> str:
+    for rank, held in enumerate(held_by_rank):
+        for reference, other in zip_longest(held_by_rank[0], held, fillvalue="nothing more"):
+            if reference != other:
+                return (
+                    f"ranks hold different models: where rank 0 has {reference}, "
+                    f"rank {rank} has {other}"
+                )
+    return ""

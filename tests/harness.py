@@ -106,6 +106,7 @@ def run_distributed(
     Raises:
         DistributedError: a rank raised, died or did not end.
     """
+    __tracebackhide__ = True
     start = time.monotonic()
     task = pickle.dumps((function, args))
     # Held here, as torchrun holds it: no port is free at one moment and taken at the next.
@@ -199,6 +200,7 @@ def _context() -> ForkServerContext | SpawnContext:
 
 
 def _results(workers: list[_Worker], start: float, deadline: float) -> list[Any]:
+    __tracebackhide__ = True
     pending = {worker.connection: worker for worker in workers}
     results: dict[int, Any] = {}
     failures: dict[int, Failure] = {}

@@ -42,7 +42,7 @@ class Branches(nn.Module):
 
     def __init__(self, count: int = 6, width: int = 5, seed: int = 0) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(count))
+        self.layers: Any = nn.ModuleList(nn.Linear(width, width) for _ in range(count))
         generator = torch.Generator().manual_seed(seed)
         for parameter in self.parameters():
             parameter.data = torch.randn(parameter.shape, generator=generator) * 0.5
