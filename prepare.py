@@ -36,7 +36,7 @@ class PrepareConfig:
     """What to read, how to make tokens of it, and where to write them."""
 
     input: list[str] = field(default_factory=list)
-    """Files and folders of .txt, .md, .jsonl and source code; none: Python's own library."""
+    """Files and folders of .txt, .md, .jsonl and code, any number; none: Python's own library."""
     out_dir: str = "data/mine"
     """Folder to write, for --data_dir of train_ddp.py."""
     tokenizer: str = "bpe"

@@ -10,7 +10,7 @@ import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -97,11 +97,11 @@ def encode_corpus(
 
 def _pieces(documents: Iterable[Iterator[str]], val_fraction: float) -> Iterator[_Piece]:
     for document in documents:
-        text = next(document)
-        for_validation = _hashed_share(text) < val_fraction
-        for following in chain(document, [None]):
-            yield _Piece(text, for_validation, ends_document=following is None)
-            text = following or ""
+        first = next(document)
+        for_validation = _hashed_share(first) < val_fraction
+        # No piece is empty, so the empty text can stand for the end.
+        for text, following in pairwise(chain([first], document, [""])):
+            yield _Piece(text, for_validation, ends_document=following == "")
 
 
 def _hashed_share(text: str) -> float:

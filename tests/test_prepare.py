@@ -198,15 +198,25 @@ def test_the_default_corpus_may_have_been_finished_by_another_job(out, monkeypat
     prepare_default_corpus(str(out))
 
 
-def test_several_inputs_follow_one_flag_and_overwrite_stands_alone():
-    options = parse_options(
-        [PrepareConfig],
-        description="",
-        argv=["--overwrite", "--input", "a.txt", "b c/", "--vocab_size", "300", "--input=d.txt"],
-    )
-    assert build(PrepareConfig, options) == PrepareConfig(
-        input=["a.txt", "b c/", "d.txt"], vocab_size=300, overwrite=True
-    )
+@pytest.mark.parametrize(
+    ("argv", "options"),
+    [
+        ("--input a.txt b/", {"input": ["a.txt", "b/"]}),
+        ("--input a.txt --vocab_size 9 --input=b/", {"input": ["a.txt", "b/"], "vocab_size": 9}),
+        ("--input [a.txt,b/]", {"input": ["a.txt", "b/"]}),
+        ("--input 1 null", {"input": ["1", "null"]}),
+        ("--config more.yaml --input a.txt", {"input": ["a.txt"], "overwrite": True}),
+        ("--config more.yaml", {"input": ["x", "y"], "overwrite": True}),
+        ("--overwrite --input a.txt", {"input": ["a.txt"], "overwrite": True}),
+        ("--overwrite false", {}),
+        ("--overwrite=true", {"overwrite": True}),
+    ],
+)
+def test_inputs_follow_one_flag_and_overwrite_may_stand_alone(tmp_path, monkeypatch, argv, options):
+    monkeypatch.chdir(tmp_path)
+    Path("more.yaml").write_text("input: [x, y]\noverwrite: true\n")
+    parsed = parse_options([PrepareConfig], description="", argv=argv.split())
+    assert build(PrepareConfig, parsed) == PrepareConfig(**options)
 
 
 def test_neither_locale_nor_threads_change_a_byte(texts, tmp_path):
@@ -235,7 +245,7 @@ def test_the_command_answers_a_mistake_with_one_line_and_status_2(tmp_path):
 
 
 def test_killed_half_way_it_leaves_no_folder_and_can_run_again(tmp_path, out):
-    (tmp_path / "large.txt").write_text("a line of text that is repeated often\n" * 200_000)
+    (tmp_path / "large.txt").write_text("a line of text that is repeated often\n" * 400_000)
     arguments = ["--input", tmp_path / "large.txt", "--out_dir", out, "--tokenizer", "char"]
     process = subprocess.Popen([sys.executable, SCRIPT, *map(str, arguments)])
     while not list(tmp_path.glob("out.preparing-*/train.npy")) and process.poll() is None:
