@@ -16,6 +16,7 @@ Checkpoints know nothing of shards: `gather_state` puts the pieces of each weigh
 on rank 0, one weight at a time, and `load_state` cuts them anew for any number of ranks.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -76,9 +77,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 group.setdefault(key, value)
 
     def _cut(self, weights: list[nn.Parameter]) -> list[_Piece]:
-        """Lay weights into flat buffers, one a dtype and device, and take this rank's pieces."""
+        """Lay weights into flat buffers, one a dtype and device, and take this rank's pieces.
+
+        Frozen weights lie apart: they have no state, and would leave some rank less than its share.
+        """
+        trained = [weight for weight in weights if weight.requires_grad]
+        frozen = [weight for weight in weights if not weight.requires_grad]
         pieces = []
-        for bucket in make_buckets(weights, float("inf"), world_size()):
+        for bucket in (
+            *make_buckets(trained, math.inf, world_size()),
+            *make_buckets(frozen, math.inf, world_size()),
+        ):
             flat = bucket.new_buffer()
             views = bucket.views(flat)
             with torch.no_grad():
@@ -175,7 +184,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         names = {id(parameter): name for name, parameter in named_parameters}
         described = {
             (names[id(piece.weight)], piece.first, piece.last): {
-                key: value.dtype if _is_elementwise(value, piece) else value
+                key: value.dtype if _is_elementwise(value, piece) else _on_cpu(value)
                 for key, value in self._local.state[piece.parameter].items()
             }
             for piece in self._pieces
@@ -214,27 +223,59 @@ class ShardedOptimizer(torch.optim.Optimizer):
             named_parameters: names for all parameters of this optimizer.
             state: what `gather_state` returned on rank 0. Tensors may be memory-mapped: only this
                 rank's elements are read.
+
+        Raises:
+            ValueError: the state is another model's; names the first parameter that is unknown or
+                of another shape. The optimizer keeps the state that it had.
         """
         names = {id(parameter): name for name, parameter in named_parameters}
+        weights = {names[id(w)]: w for group in self.param_groups for w in group["params"]}
+        _check_state(state, weights)
+        # An update that is one GPU kernel wants its step counter on the GPU too.
+        counted_on_device = {
+            id(parameter)
+            for group in self._local.param_groups
+            if group.get("fused") or group.get("capturable")
+            for parameter in group["params"]
+        }
         self._local.state.clear()
         for piece in self._pieces:
-            entries = state.get(names[id(piece.weight)])
-            if entries is not None:
-                self._local.state[piece.parameter] = {
-                    key: _cut_entry(key, value, piece) for key, value in entries.items()
-                }
+            on_device = id(piece.parameter) in counted_on_device
+            counter_device = piece.weight.device if on_device else torch.device("cpu")
+            for key, value in state.get(names[id(piece.weight)], {}).items():
+                entry = _cut_entry(key, value, piece, counter_device)
+                self._local.state[piece.parameter][key] = entry
 
 
 def _is_elementwise(value: Any, piece: _Piece) -> bool:
     return isinstance(value, Tensor) and value.shape == piece.parameter.shape
 
 
-def _cut_entry(key: str, value: Any, piece: _Piece) -> Any:
+def _check_state(
+    state: Mapping[str, Mapping[str, Any]], weights: Mapping[str, nn.Parameter]
+) -> None:
+    for name, entries in state.items():
+        if name not in weights:
+            raise ValueError(f"state for {name}, which is no parameter of this optimizer")
+        for key, value in entries.items():
+            shape = tuple(weights[name].shape)
+            if isinstance(value, Tensor) and value.dim() > 0 and value.shape != shape:
+                raise ValueError(
+                    f"{key} of {name} has shape {tuple(value.shape)}, the parameter has {shape}"
+                )
+
+
+def _on_cpu(value: Any) -> Any:
+    """What may be unpickled on any rank: a GPU's tensor would come back on the same GPU number."""
+    return value.cpu() if isinstance(value, Tensor) else value
+
+
+def _cut_entry(key: str, value: Any, piece: _Piece, counter_device: torch.device) -> Any:
     """A piece's part of one entry; counters such as `step` are the same for every piece."""
     if not isinstance(value, Tensor):
         return value
     if key == "step" or value.shape != piece.weight.shape:
-        return value.clone()
+        return value.to(counter_device, copy=True)
     part = value.reshape(-1)[piece.first : piece.last]
     return part.to(piece.weight.device, copy=True)
 
