@@ -91,6 +91,8 @@ def train(job: Job) -> None:
     )
     if job.iteration == 0:
         validate(job, metrics)
+        if job.is_last:  # a run of no steps at all still leaves what it is: the initial weights
+            save_checkpoint(job, is_best=False, is_due=True)
     clock = StepClock()
     skipped_in_a_row = 0
     while not job.is_last:

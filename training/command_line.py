@@ -16,7 +16,7 @@ import re
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, NoReturn, get_origin, get_type_hints
 
@@ -97,11 +97,11 @@ def run(main: Callable[[], None], mistakes: tuple[type[Exception], ...] = ()) ->
     rank = int(os.environ.get("RANK", "0"))
     try:
         main()
-    except (CommandLineError, *mistakes) as error:
-        _leave(2, _one_line(error, rank))
     except KeyboardInterrupt:
         _leave(130, "interrupted" if rank == 0 else "")
-    except Exception:
+    except Exception as error:
+        if isinstance(error, (CommandLineError, *mistakes)):
+            _leave(2, _one_line(error, rank))
         world_size = os.environ.get("WORLD_SIZE", "1")
         where = f"rank {rank} of {world_size} failed:\n" if world_size != "1" else ""
         _leave(1, where + traceback.format_exc().rstrip())
@@ -160,7 +160,7 @@ def _is_value(word: str) -> bool:
 
 
 @contextlib.contextmanager
-def _help_from_rank_zero_alone():
+def _help_from_rank_zero_alone() -> Iterator[None]:
     if os.environ.get("RANK", "0") == "0":
         yield
     else:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
+import numpy as np
 import torch
 
 from data.tokens import ValidationWindows
@@ -38,7 +39,7 @@ def evaluate(
     token_losses = CrossEntropyLoss(reduction="none")
     # (sum of losses, tokens) in float64: the sum is over millions of tokens.
     total = torch.zeros(2, dtype=torch.float64, device=world.device)
-    mine = range(world.rank, windows.num_windows, world.world_size)
+    mine = np.arange(world.rank, windows.num_windows, world.world_size)
     for first in range(0, len(mine), batch_size):
         rows = torch.from_numpy(windows.rows(mine[first : first + batch_size])).to(world.device)
         with autocast():
