@@ -57,7 +57,7 @@ class Failure:
         kind: class of the exception, or "killed by signal 9", "exit status 3", "hang".
         message: of the exception.
         details: its traceback; of a hang, where each thread stood.
-        seconds: from the start of the run.
+        seconds: since all ranks had started.
     """
 
     rank: int
@@ -107,7 +107,6 @@ def run_distributed(
         DistributedError: a rank raised, died or did not end.
     """
     __tracebackhide__ = True
-    start = time.monotonic()
     task = pickle.dumps((function, args))
     # Held here, as torchrun holds it: no port is free at one moment and taken at the next.
     store = torch_dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -127,6 +126,8 @@ def run_distributed(
                 ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
                 stacks = Path(folder, f"{rank}.txt")
                 workers.append(_Worker(rank, task, environment | ranks, group_timeout, stacks))
+            # Only now: the first of all workers waits while the server imports torch.
+            start = time.monotonic()
             return _results(workers, start, start + timeout)
         finally:
             for worker in workers:

@@ -94,7 +94,7 @@ def rank_zero_hangs(folder):
 def test_what_hangs_is_killed_in_time_with_its_children_and_says_where_it_stood(tmp_path):
     start = time.monotonic()
     with pytest.raises(DistributedError) as caught:
-        run_distributed(rank_zero_hangs, 2, str(tmp_path), timeout=3, process_group=False)
+        run_distributed(rank_zero_hangs, 2, str(tmp_path), timeout=2, process_group=False)
     assert time.monotonic() - start < 10
     assert caught.value.failures[0].kind == "hang"
     assert "rank_zero_hangs" in caught.value.failures[0].details

@@ -61,8 +61,11 @@ def step_both(optimizers, models, step, skip=()):
     assert_close(models[0].parameters(), models[1].parameters(), 0)
 
 
-def train_both(name, grouped):
-    optimizer_cls, settings = OPTIMIZERS[name]
+def train_both(name):
+    return [train_with(*OPTIMIZERS[name], grouped) for grouped in (False, True)]
+
+
+def train_with(optimizer_cls, settings, grouped):
     models = TinyLanguageModel(), TinyLanguageModel()
     parts = [two_groups(m) if grouped else list(m.parameters()) for m in models]
     sharded = ShardedOptimizer(parts[0], optimizer_cls, **settings)
@@ -81,8 +84,8 @@ def train_both(name, grouped):
 @pytest.mark.parametrize("size", WORLD_SIZES)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_step_is_that_of_the_unsharded_optimizer_bit_for_bit(size, name):
-    for grouped in (False, True):
-        assert same_on_all_ranks(run_distributed(train_both, size, name, grouped))
+    digests = run_distributed(train_both, size, name)
+    assert digests == digests[:1] * size
 
 
 def state_share(vocab_size, freeze):
@@ -162,7 +165,7 @@ def broadcast(state):
     return box[0]
 
 
-@pytest.mark.parametrize("size", WORLD_SIZES)
+@pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("case", ODD_SHAPES)
 def test_weights_of_odd_sizes_train_save_and_load(size, case):
     assert same_on_all_ranks(run_distributed(train_odd, size, ODD_SHAPES[case]))
