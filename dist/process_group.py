@@ -20,6 +20,9 @@ import numpy as np
 import torch
 import torch.distributed as torch_dist
 
+# One wait at the store; how many follow each other has no limit.
+STORE_WAIT = timedelta(seconds=60)
+
 Backend = Literal["auto", "nccl", "gloo"]
 Device = Literal["auto", "cpu", "cuda"]
 
@@ -210,7 +213,7 @@ def _wait_for(store: torch_dist.Store, key: str) -> str:
     """Wait at the store for as long as it takes; raises when the store itself is gone."""
     while True:
         try:
-            store.wait([key], timedelta(seconds=60))
+            store.wait([key], STORE_WAIT)
             return store.get(key).decode()
         except torch_dist.DistStoreError:
             continue  # a time-out: rank 0 is still at work

@@ -5,6 +5,7 @@ import random
 import signal
 import socket
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as torch_dist
 
+import dist.process_group
 from dist.process_group import (
     ProcessGroupError,
     RankZeroError,
@@ -129,7 +131,7 @@ def meet_at(port, timeout_seconds):
 def error_of_rank_zero_alone(port):
     os.environ["WORLD_SIZE"] = "2"
     with pytest.raises(ProcessGroupError) as caught:
-        meet_at(port, 2.0)
+        meet_at(port, 1.0)
     return str(caught.value)
 
 
@@ -221,6 +223,7 @@ def test_a_result_that_json_cannot_carry_is_an_error_on_every_rank(size):
 
 
 def wait_longer_than_the_timeout():
+    dist.process_group.STORE_WAIT = timedelta(seconds=1)
     world = init_process_group("gloo", "cpu", timeout_seconds=2)
 
     def work():
