@@ -1,6 +1,8 @@
 """The shape of the model, its presets, and every reason for which a shape can be wrong."""
 
+import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 # Matrix products run at full speed when their sides are multiples of this on every device that we
 # know of, so the sides that nobody chooses for their exact value are rounded up to it.
@@ -76,27 +78,9 @@ class ModelConfig:
             for name in counts
             if getattr(self, name) < 1
         ]
-        if problems:
-            return problems
-        assert self.num_kv_heads is not None
+        # What divides what can be asked of positive numbers only.
+        problems += [] if problems else self._misfits()
         assert self.vocab_size is not None
-        if self.d_model % self.num_heads:
-            fitting = [n for n in range(1, self.d_model + 1) if self.d_model % n == 0]
-            near = sorted(fitting, key=lambda n: abs(n - self.num_heads))[:2]
-            problems.append(
-                f"d_model {self.d_model} does not divide by num_heads {self.num_heads}: use "
-                f"num_heads {' or '.join(map(str, sorted(near)))}, or d_model "
-                f"{self.num_heads * max(1, round(self.d_model / self.num_heads))}"
-            )
-        elif self.head_dim % 2:
-            problems.append(
-                f"d_model {self.d_model} / num_heads {self.num_heads} = {self.head_dim} is odd, "
-                "and rotary positions turn pairs: use an even head width"
-            )
-        if self.num_heads % self.num_kv_heads:
-            problems.append(
-                f"num_heads {self.num_heads} does not divide by num_kv_heads {self.num_kv_heads}"
-            )
         if self.vocab_size < tokenizer_vocab_size:
             problems.append(
                 f"vocab_size {self.vocab_size} is smaller than the tokenizer's "
@@ -106,14 +90,44 @@ class ModelConfig:
         if not 0.0 <= self.dropout < 1.0:
             problems.append(f"dropout is {self.dropout}, it must be in [0, 1)")
         for name in ("rope_theta", "norm_eps"):
-            if getattr(self, name) <= 0:
+            if not 0.0 < getattr(self, name) < math.inf:
                 problems.append(f"{name} is {getattr(self, name)}, it must be positive")
         return problems
+
+    def _misfits(self) -> list[str]:
+        """Numbers of heads that do not share out what they are given."""
+        assert self.num_kv_heads is not None
+        problems = []
+        if self.d_model % self.num_heads:
+            problems.append(
+                f"d_model {self.d_model} does not divide by num_heads {self.num_heads}: "
+                f"use {self._even_heads()}"
+            )
+        elif self.head_dim % 2:
+            problems.append(
+                f"d_model {self.d_model} / num_heads {self.num_heads} = {self.head_dim} is odd, "
+                f"and rotary positions turn pairs: use {self._even_heads()}"
+            )
+        if self.num_heads % self.num_kv_heads:
+            problems.append(
+                f"num_heads {self.num_heads} does not divide by num_kv_heads "
+                f"{self.num_kv_heads}: use num_kv_heads "
+                f"{_nearest_divisors(self.num_heads, self.num_kv_heads)}"
+            )
+        return problems
+
+    def _even_heads(self) -> str:
+        """Say which values near the given ones make heads of equal, even width."""
+        pair = 2 * self.num_heads
+        width = f"d_model {pair * max(1, round(self.d_model / pair))}"
+        if self.d_model % 2:
+            return width
+        return f"num_heads {_nearest_divisors(self.d_model // 2, self.num_heads)}, or {width}"
 
 
 # Shapes that people ask for by name. "gpt2-124m" and the larger ones have the layers, width and
 # heads of the models of that name in our architecture (SwiGLU of equal parameter count).
-PRESETS: dict[str, dict[str, int | float | bool]] = {
+PRESETS: dict[str, dict[str, Any]] = {
     "tiny": {"num_layers": 2, "d_model": 64, "num_heads": 2, "max_seq_len": 64},
     "shakespeare-char": {"num_layers": 4, "d_model": 128, "num_heads": 4, "max_seq_len": 64},
     "gpt2-124m": {"num_layers": 12, "d_model": 768, "num_heads": 12, "max_seq_len": 1024},
@@ -123,5 +137,12 @@ PRESETS: dict[str, dict[str, int | float | bool]] = {
 }
 
 
+def _nearest_divisors(number: int, wanted: int) -> str:
+    """The one or two divisors of number that are nearest to wanted, as `4 or 6`."""
+    divisors = [n for n in range(1, number + 1) if number % n == 0]
+    nearest = sorted(divisors, key=lambda n: abs(n - wanted))[:2]
+    return " or ".join(map(str, sorted(nearest)))
+
+
 def _round_up(size: int) -> int:
-    return -(-size // EFFICIENT_MULTIPLE) * EFFICIENT_MULTIPLE
+    return max(1, -(-size // EFFICIENT_MULTIPLE)) * EFFICIENT_MULTIPLE
