@@ -32,16 +32,17 @@ class SamplingOptions:
         """Refuse values without a meaning.
 
         Raises:
-            ModelConfigError: naming the option and its value.
+            ModelConfigError: one message with all problems.
         """
+        problems = []
         if not self.temperature >= 0.0:
-            raise ModelConfigError(
-                f"temperature is {self.temperature}, it must be 0 (greedy) or more"
-            )
+            problems.append(f"temperature is {self.temperature}, it must be 0 (greedy) or more")
         if self.top_k is not None and self.top_k < 1:
-            raise ModelConfigError(f"top_k is {self.top_k}, it must be at least 1")
+            problems.append(f"top_k is {self.top_k}, it must be at least 1")
         if not 0.0 < self.top_p <= 1.0:
-            raise ModelConfigError(f"top_p is {self.top_p}, it must be above 0 and at most 1")
+            problems.append(f"top_p is {self.top_p}, it must be above 0 and at most 1")
+        if problems:
+            raise ModelConfigError("; ".join(problems))
 
 
 def choose(
@@ -56,8 +57,10 @@ def choose(
     if options.temperature == 0.0:
         return int(logits.argmax())
     # float64 on the CPU: the cumulative sum is exact enough to compare with top_p, and the same
-    # seed draws the same text on every device.
-    logits = logits.double().cpu() / options.temperature
+    # seed draws the same text on every device. The largest logit becomes 0 before the division,
+    # which no temperature, however small, can then take out of range.
+    logits = logits.double().cpu()
+    logits = (logits - logits.max()) / options.temperature
     count = logits.numel() if options.top_k is None else min(options.top_k, logits.numel())
     values, ids = logits.topk(count)
     probabilities = values.softmax(dim=-1)
@@ -89,7 +92,6 @@ class _Row:
         return self.tokens[window_start(len(self.tokens), max_seq_len) :]
 
 
-@torch.inference_mode()
 def generate(
     model: Transformer,
     prompts: Sequence[Sequence[int]],
@@ -110,35 +112,48 @@ def generate(
         options: how a token is chosen.
         vocab_size: ids from here on are never chosen (a padded vocabulary); None: all are.
         stop_id: a row ends before this token; None: no row ends early.
-        seed: row i draws from a generator of its own, seeded with seed + i.
+        seed: every row draws from a generator of its own with this seed, so that its text is what
+            it would be alone. Equal prompts count on from it: seed, seed + 1, ...
         use_cache: False computes every position anew for every token; the reference.
 
     Yields:
         For each row the id of its next token, None once the row has finished.
 
     Raises:
-        ModelConfigError: a prompt without tokens, or max_new_tokens below 0.
+        ModelConfigError: at the call, for no prompt, a prompt without tokens, or max_new_tokens
+            below 0.
     """
     if max_new_tokens < 0:
         raise ModelConfigError(f"max_new_tokens is {max_new_tokens}, it must be 0 or more")
-    if any(len(prompt) == 0 for prompt in prompts):
+    if not prompts or any(len(prompt) == 0 for prompt in prompts):
         raise ModelConfigError(
             "a prompt is empty: the model needs at least one token to go on from"
         )
     rows = [_Row(list(prompt)) for prompt in prompts]
     for index, row in enumerate(rows):
-        row.generator.manual_seed(seed + index)
+        row.generator.manual_seed(seed + prompts[:index].count(prompts[index]))
     next_logits = _CachedLogits(model) if use_cache else _FreshLogits(model)
+    return _grow(rows, next_logits, max_new_tokens, options, vocab_size, stop_id)
+
+
+@torch.inference_mode()
+def _grow(
+    rows: list["_Row"],
+    next_logits: "_FreshLogits",
+    max_new_tokens: int,
+    options: SamplingOptions,
+    vocab_size: int | None,
+    stop_id: int | None,
+) -> Iterator[list[int | None]]:
     for _ in range(max_new_tokens):
         logits = next_logits(rows)[:, :vocab_size]
         chosen: list[int | None] = []
         for row, row_logits in zip(rows, logits, strict=True):
-            token = None if row.finished else choose(row_logits, options, row.generator)
-            row.finished |= token is None or token == stop_id
             if not row.finished:
-                assert token is not None
-                row.tokens.append(token)
-            chosen.append(None if row.finished else token)
+                token = choose(row_logits, options, row.generator)
+                row.finished = token == stop_id
+                row.tokens += [] if row.finished else [token]
+            chosen.append(None if row.finished else row.tokens[-1])
         if all(row.finished for row in rows):
             return
         yield chosen
