@@ -1,0 +1,108 @@
+"""Norm, rotary positions and feed-forward against torch and against float64 formulas."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from model.layers import RMSNorm, RotaryEmbedding, SwiGLU, rotate
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def norm_with_weights(width: int, eps: float = 1e-6) -> RMSNorm:
+    norm = RMSNorm(width, eps)
+    torch.nn.init.uniform_(norm.weight, 0.5, 1.5, torch.Generator().manual_seed(1))
+    return norm
+
+
+@pytest.mark.parametrize("size", [1e-4, 1.0, 1e4])
+@pytest.mark.parametrize("eps", [1e-6, 1e-2])
+def test_rms_norm_and_its_gradients_are_those_of_torch(size, eps):
+    ours, theirs = norm_with_weights(24, eps), torch.nn.RMSNorm(24, eps)
+    theirs.load_state_dict(ours.state_dict())
+    x = (normal(3, 5, 24) * size).requires_grad_()
+    y = x.detach().clone().requires_grad_()
+    towards = normal(3, 5, 24, seed=2)
+    (ours(x) * towards).sum().backward()
+    (theirs(y) * towards).sum().backward()
+    torch.testing.assert_close(ours(x), theirs(y), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(x.grad, y.grad, rtol=2e-6, atol=2e-6 / size)
+    torch.testing.assert_close(ours.weight.grad, theirs.weight.grad, rtol=2e-6, atol=2e-6)
+
+
+def test_rms_norm_of_bf16_is_the_exact_result_rounded_once():
+    norm = norm_with_weights(4096)
+    x = (normal(8, 4096) * 3).bfloat16()
+    exact = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-6).sqrt() * norm.weight
+    result = norm(x)
+    assert result.dtype == torch.bfloat16
+    # Half a unit in the last of bf16's 8 bits: only the last rounding may show.
+    assert ((result.double() - exact) / exact).abs().max() < 2**-8 * 1.01
+
+
+def test_rotary_turns_pairs_of_the_two_halves_as_complex_numbers():
+    head_dim, seq, theta = 16, 40, 500.0
+    x = normal(2, 3, seq, head_dim)
+    turned = rotate(x, *RotaryEmbedding(head_dim, seq, theta).at(torch.arange(seq)))
+    pairs = torch.complex(x[..., : head_dim // 2].double(), x[..., head_dim // 2 :].double())
+    wavelengths = theta ** (torch.arange(head_dim // 2, dtype=torch.float64) * 2 / head_dim)
+    angles = torch.arange(seq, dtype=torch.float64)[:, None] / wavelengths
+    expected = pairs * torch.polar(torch.ones_like(angles), angles)
+    torch.testing.assert_close(
+        turned.double(), torch.cat((expected.real, expected.imag), -1), rtol=0, atol=1e-6
+    )
+
+
+def test_rotary_angles_are_exact_at_far_positions():
+    # An angle kept in fp32 would be wrong in the fourth digit at these positions.
+    position, head_dim = 32767, 8
+    cos, sin = RotaryEmbedding(head_dim, position + 1).at(torch.tensor([position]))
+    angles = position / 10000.0 ** (torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    angles = torch.cat((angles, angles))
+    torch.testing.assert_close(cos[0, 0].double(), angles.cos(), rtol=0, atol=1e-7)
+    torch.testing.assert_close(sin[0, 0].double(), angles.sin(), rtol=0, atol=1e-7)
+
+
+def test_turned_queries_and_keys_know_only_their_distance():
+    rotary = RotaryEmbedding(8, 64)
+    query, key = normal(1, 1, 1, 8), normal(1, 1, 1, 8, seed=1)
+
+    def product(query_position: int, key_position: int) -> float:
+        turned = [
+            rotate(x, *rotary.at(torch.tensor([p])))
+            for x, p in ((query, query_position), (key, key_position))
+        ]
+        return (turned[0] * turned[1]).sum().item()
+
+    assert product(12, 5) == pytest.approx(product(60, 53), abs=1e-5)
+    assert product(12, 5) != pytest.approx(product(12, 6), abs=1e-2)
+
+
+def test_each_row_of_a_batch_is_turned_by_its_own_positions():
+    rotary = RotaryEmbedding(8, 64)
+    x = normal(2, 3, 4, 8)
+    positions = torch.tensor([[0, 1, 2, 3], [7, 30, 9, 63]])
+    together = rotate(x, *rotary.at(positions))
+    for row in range(2):
+        assert torch.equal(together[row], rotate(x[row : row + 1], *rotary.at(positions[row]))[0])
+
+
+def test_rotation_keeps_the_dtype():
+    angles = RotaryEmbedding(8, 4).at(torch.arange(4))
+    assert rotate(normal(1, 1, 4, 8).bfloat16(), *angles).dtype == torch.bfloat16
+
+
+def test_rotary_tables_are_not_in_the_state_dict():
+    assert not RotaryEmbedding(8, 4).state_dict()
+
+
+def test_feed_forward_is_the_gated_formula():
+    layer = SwiGLU(12, 20)
+    x = normal(2, 3, 12)
+    gate, up = layer.gate_up.weight.double().split(20)
+    x64 = x.double()
+    gated = x64 @ gate.T
+    expected = (gated / (1 + (-gated).exp()) * (x64 @ up.T)) @ layer.down.weight.double().T
+    torch.testing.assert_close(layer(x).double(), expected, rtol=0, atol=1e-6)
