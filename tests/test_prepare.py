@@ -220,18 +220,24 @@ def test_inputs_follow_one_flag_and_overwrite_may_stand_alone(tmp_path, monkeypa
 
 
 def test_neither_locale_nor_threads_change_a_byte(texts, tmp_path):
-    prepare(config(texts, tmp_path / "here"))
     (texts / "数据").mkdir()
-    (texts / "000.txt").rename(texts / "数据" / "文.txt")
-    for number, variables in enumerate(
-        [ASCII_LOCALE, {"LC_ALL": "C.UTF-8", "TOKENIZERS_PARALLELISM": "false"}]
-    ):
-        out = tmp_path / str(number)
-        ended = run_script("--input", texts, "--out_dir", out, "--vocab_size", 400, **variables)
+    named = (texts / "000.txt").rename(texts / "数据" / "文.txt")
+    for variables in (ASCII_LOCALE, {"LC_ALL": "C.UTF-8", "TOKENIZERS_PARALLELISM": "false"}):
+        out = tmp_path / variables["LC_ALL"] / "出"
+        options = ("--input", named, texts, "--out_dir", out, "--vocab_size", 400)
+        ended = run_script(*options, **variables)
         assert (ended.returncode, ended.stderr) == (0, b"")
-    first, second = contents(tmp_path / "0"), contents(tmp_path / "1")
+    first, second = (contents(tmp_path / locale / "出") for locale in ("C", "C.UTF-8"))
     assert first == second
-    assert first["tokenizer.json"] == contents(tmp_path / "here")["tokenizer.json"]
+    prepare(config(texts, tmp_path / "here", input=[str(named), str(texts)]))
+    assert first == contents(tmp_path / "here")
+
+
+def test_a_file_name_that_no_terminal_can_show_is_printed_escaped(texts, out, capsys):
+    strange = os.fsdecode(os.fsencode(texts) + b"/\xe9.txt")
+    Path(strange).write_bytes(b"caf\xe9")
+    prepare(config(texts, out))
+    assert r"\udce9.txt" in capsys.readouterr().out
 
 
 def test_the_command_answers_a_mistake_with_one_line_and_status_2(tmp_path):
