@@ -288,10 +288,14 @@ def test_without_other_processes_ddp_is_the_module_and_nothing_else():
     assert all(p.grad is grad for p, grad in zip(module.parameters(), before, strict=True))
 
 
-def events_of_backward(order_by_rank):
+def events_of_backward(order_by_rank, frozen_before=(), frozen=()):
     """What happens in which order: ("gradient", layer) and ("send", bucket)."""
     module = Branches(count=6)
+    for index in frozen_before:
+        module.layers[index].requires_grad_(False)
     ddp = DDP(module, ONE_LAYER_MB)
+    for index, layer in enumerate(module.layers):
+        layer.requires_grad_(index not in frozen)
     number = {r.buffer.data_ptr(): index for index, r in enumerate(ddp._reducers)}
     events: list[tuple[str, int]] = []
     send = dist.ddp.start_all_reduce_mean
@@ -300,8 +304,8 @@ def events_of_backward(order_by_rank):
         events.append(("send", number[buffer.data_ptr()]))
         return send(buffer)
 
-    for index, layer in enumerate(module.layers):
-        layer.weight.register_post_accumulate_grad_hook(
+    for index in set(range(6)) - set(frozen):
+        module.layers[index].weight.register_post_accumulate_grad_hook(
             lambda _, index=index: events.append(("gradient", index))
         )
     with mock.patch.object(dist.ddp, "start_all_reduce_mean", record_and_send):
@@ -311,11 +315,17 @@ def events_of_backward(order_by_rank):
     return events
 
 
-def test_buckets_are_sent_while_backward_is_still_running():
-    for events in run_distributed(events_of_backward, 2, [range(6)] * 2):
+@pytest.mark.parametrize(
+    ("frozen_before", "frozen"),
+    [([], []), ([5, 2], [5, 2]), ([5, 2], []), ([], [5, 2])],
+    ids=["all trained", "some frozen", "thawed after construction", "frozen after it"],
+)
+def test_buckets_are_sent_while_backward_is_still_running(frozen_before, frozen):
+    for events in run_distributed(events_of_backward, 2, [range(6)] * 2, frozen_before, frozen):
         # Buckets 0 to 4 hold layers 5 to 1.
         for bucket in range(5):
-            assert events.index(("send", bucket)) < events.index(("gradient", 4 - bucket))
+            below = max(set(range(5 - bucket)) - set(frozen))
+            assert events.index(("send", bucket)) < events.index(("gradient", below))
         assert events[-1] == ("end of backward", 0)
 
 
