@@ -6,6 +6,7 @@ tokens, so what stands beside it in the batch cannot move them. And which tokens
 is a function of the row's length alone (`window_start`), never of how the loop got there.
 """
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -112,8 +113,9 @@ def generate(
         options: how a token is chosen.
         vocab_size: ids from here on are never chosen (a padded vocabulary); None: all are.
         stop_id: a row ends before this token; None: no row ends early.
-        seed: every row draws from a generator of its own with this seed, so that its text is what
-            it would be alone. Equal prompts count on from it: seed, seed + 1, ...
+        seed: every row draws from a generator of its own, seeded with this, the row's prompt and
+            how many equal prompts stand before it. So its text is what it would be alone, and
+            no two rows draw alike.
         use_cache: False computes every position anew for every token; the reference.
 
     Yields:
@@ -131,7 +133,9 @@ def generate(
         )
     rows = [_Row(list(prompt)) for prompt in prompts]
     for index, row in enumerate(rows):
-        row.generator.manual_seed(seed + prompts[:index].count(prompts[index]))
+        identity = f"{seed} {prompts[:index].count(prompts[index])} {row.tokens}"
+        digest = hashlib.blake2b(identity.encode("ascii"), digest_size=4).digest()
+        row.generator.manual_seed(int.from_bytes(digest, "big"))
     next_logits = _CachedLogits(model) if use_cache else _FreshLogits(model)
     return _grow(rows, next_logits, max_new_tokens, options, vocab_size, stop_id)
 

@@ -273,12 +273,16 @@ def test_the_same_seed_draws_the_same_text_and_another_seed_another():
     assert first != other
 
 
-def test_equal_prompts_of_a_batch_are_drawn_with_seeds_that_count_on():
-    model, prompt, options = lively_model(), make_prompt(5), SamplingOptions(1.0)
-    together = continue_all(model, [prompt] * 3, options=options, seed=7)
-    alone = [continue_all(model, [prompt], options=options, seed=s)[0] for s in (7, 8, 9)]
-    assert together == alone
-    assert together[0] != together[1]
+def test_no_two_rows_draw_alike():
+    model, options = lively_model(), SamplingOptions(1e9)  # all tokens equally probable
+    prompts = [make_prompt(5), make_prompt(5), make_prompt(6), make_prompt(5)]
+    rows = continue_all(model, prompts, options=options, seed=7)
+    assert len(set(map(tuple, rows))) == len(prompts)
+
+
+@pytest.mark.parametrize("seed", [-1, 0, 2**80])
+def test_any_integer_is_a_seed(seed):
+    assert continue_all(lively_model(), [[1]], options=SamplingOptions(1.0), seed=seed)
 
 
 def test_the_global_random_state_is_neither_read_nor_written():
@@ -305,16 +309,17 @@ def test_ids_that_only_pad_the_vocabulary_are_never_chosen(options):
 
 
 @pytest.mark.parametrize(
-    ("prompts", "max_new_tokens", "message"),
+    ("prompts", "options", "message"),
     [
-        ([[1], []], 5, "a prompt is empty"),
-        ([], 5, "a prompt is empty"),
-        ([[1]], -1, "max_new_tokens is -1"),
+        ([[1], []], {}, "a prompt is empty"),
+        ([], {}, "a prompt is empty"),
+        ([[1]], {"max_new_tokens": -1}, "max_new_tokens is -1"),
     ],
 )
-def test_what_cannot_be_continued_is_refused_at_the_call(prompts, max_new_tokens, message):
+def test_what_cannot_be_continued_is_refused_at_the_call(prompts, options, message):
+    options = {"max_new_tokens": 5, "options": GREEDY} | options
     with pytest.raises(ModelConfigError, match=message):
-        generate(lively_model(), prompts, max_new_tokens=max_new_tokens, options=GREEDY)
+        generate(lively_model(), prompts, **options)
 
 
 def test_no_new_tokens_may_be_asked_for():
