@@ -27,7 +27,7 @@ class ModelConfig:
     """Key/value heads, fewer for grouped-query attention; none: num_heads."""
     d_ff: int | None = None
     """Inner width of the feed-forward network; none: 8/3 of d_model, rounded up to 64."""
-    max_seq_len: int = 256
+    max_seq_len: int = 128
     """Context: tokens in a training window, and positions that the model knows."""
     vocab_size: int | None = None
     """Rows of the embedding; none: the tokenizer's vocabulary, rounded up to 64."""
@@ -37,7 +37,7 @@ class ModelConfig:
     """Added to the mean square in RMSNorm."""
     qk_norm: bool = True
     """RMSNorm on queries and keys: Qwen3's architecture with it, Llama's without."""
-    tie_weights: bool = True
+    tie_weights: bool = False
     """Output head and embedding are one matrix."""
     dropout: float = 0.0
     """Probability of dropping an element of the embedding and of each residual branch."""
@@ -125,15 +125,20 @@ class ModelConfig:
         return f"num_heads {_nearest_divisors(self.d_model // 2, self.num_heads)}, or {width}"
 
 
+def _gpt2_size(num_layers: int, d_model: int, num_heads: int) -> dict[str, Any]:
+    shape = {"num_layers": num_layers, "d_model": d_model, "num_heads": num_heads}
+    return {**shape, "max_seq_len": 1024, "tie_weights": True}
+
+
 # Shapes that people ask for by name. "gpt2-124m" and the larger ones have the layers, width and
 # heads of the models of that name in our architecture (SwiGLU of equal parameter count).
 PRESETS: dict[str, dict[str, Any]] = {
     "tiny": {"num_layers": 2, "d_model": 64, "num_heads": 2, "max_seq_len": 64},
     "shakespeare-char": {"num_layers": 4, "d_model": 128, "num_heads": 4, "max_seq_len": 64},
-    "gpt2-124m": {"num_layers": 12, "d_model": 768, "num_heads": 12, "max_seq_len": 1024},
-    "gpt2-350m": {"num_layers": 24, "d_model": 1024, "num_heads": 16, "max_seq_len": 1024},
-    "gpt2-774m": {"num_layers": 36, "d_model": 1280, "num_heads": 20, "max_seq_len": 1024},
-    "gpt2-1.5b": {"num_layers": 48, "d_model": 1600, "num_heads": 25, "max_seq_len": 1024},
+    "gpt2-124m": _gpt2_size(num_layers=12, d_model=768, num_heads=12),
+    "gpt2-350m": _gpt2_size(num_layers=24, d_model=1024, num_heads=16),
+    "gpt2-774m": _gpt2_size(num_layers=36, d_model=1280, num_heads=20),
+    "gpt2-1.5b": _gpt2_size(num_layers=48, d_model=1600, num_heads=25),
 }
 
 

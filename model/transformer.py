@@ -13,7 +13,7 @@ from model.attention import Attention, KeyValueCache
 from model.config import ModelConfig
 from model.layers import RMSNorm, RotaryEmbedding, SwiGLU
 
-INITIAL_STD = 0.02
+INITIAL_HEAD_STD = 0.02
 
 
 class Block(nn.Module):
@@ -64,17 +64,27 @@ class Transformer(nn.Module):
             self.output_head.weight = self.embedding.weight
 
     def _initialise(self) -> None:
-        """Normal weights; those that write into the residual stream shrink with depth.
+        """Normal weights that keep every sum and product of the first steps at unit size.
 
-        The stream is a sum of 2 * num_layers branches, so scaling each by 1 / sqrt(2 num_layers)
-        keeps its variance independent of depth (GPT-2, section 2.3).
+        A matrix has std 1 / sqrt(fan_in), so that it hands on the scale of what it reads. The
+        residual stream starts with the embedding's std and is a sum of 2 * num_layers branches:
+        what writes into it is scaled to that std, and by 1 / sqrt(2 num_layers), so that depth does
+        not change the sum (GPT-2, section 2.3). A head of its own starts small, and the loss near
+        log(vocab_size); an embedding that is also the head has std 1 / sqrt(d_model), for logits
+        of unit size.
         """
+        config = self.config
+        stream_std = 1 / math.sqrt(config.d_model) if config.tie_weights else 1.0
         for name, parameter in self.named_parameters():
             if parameter.dim() < 2:
                 continue
-            std = INITIAL_STD
-            if name.endswith(("attention.output.weight", "feed_forward.down.weight")):
-                std /= math.sqrt(2 * self.config.num_layers)
+            std = 1 / math.sqrt(parameter.shape[1])
+            if name == "embedding.weight":
+                std = stream_std
+            elif name == "output_head.weight":
+                std = INITIAL_HEAD_STD
+            elif name.endswith(("attention.output.weight", "feed_forward.down.weight")):
+                std *= stream_std / math.sqrt(2 * config.num_layers)
             nn.init.normal_(parameter, mean=0.0, std=std)
 
     def forward(self, token_ids: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ class DataConfig:
 
     data_dir: str = DEFAULT_DATA_DIR
     """Folder of token files, made by prepare.py; the default is prepared by the first run."""
-    batch_size: int = 32
+    batch_size: int = 16
     """Sequences in one optimizer step, over all processes and micro-batches together."""
     gradient_accumulation_steps: int = 1
     """Micro-batches that a process computes one after another for one optimizer step."""
@@ -38,7 +38,7 @@ class ScheduleConfig:
 
     preset: str | None = None
     """Named model shape; single options win over it."""
-    iterations: int = 500
+    iterations: int = 600
     """Optimizer steps, each on windows drawn at random; ignored when epochs is given."""
     epochs: float | None = None
     """Go this often over all windows, each once an epoch in a new order, instead of iterations."""
@@ -50,9 +50,9 @@ class ScheduleConfig:
     """Step at which the cosine reaches lr_min; none: the last one."""
     decay_iters: int | None = None
     """Length of the final decay of wsd; none: four tenths of all steps."""
-    lr_max: float = 3e-3
+    lr_max: float = 4e-3
     """Highest learning rate."""
-    lr_min: float = 3e-4
+    lr_min: float = 2e-4
     """Learning rate at the end of the decay."""
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from model.transformer import INITIAL_STD, Transformer
+from model.transformer import INITIAL_HEAD_STD, Transformer
 from tests.model.small_models import lively_model, random_ids, small_config
 
 
@@ -192,23 +192,44 @@ def test_flops_are_those_of_a_full_context_by_default():
 
 
 @pytest.mark.parametrize("num_layers", [1, 8])
-def test_initial_weights_have_the_std_of_their_depth(num_layers):
+@pytest.mark.parametrize("tie_weights", [False, True])
+def test_initial_weights_have_the_std_of_their_inputs_and_depth(num_layers, tie_weights):
     torch.manual_seed(0)
-    model = Transformer(small_config(d_model=128, d_ff=256, num_layers=num_layers))
+    shape = {"d_model": 128, "d_ff": 256, "num_layers": num_layers, "tie_weights": tie_weights}
+    model = Transformer(small_config(**shape))
+    stream = 1 / math.sqrt(128) if tie_weights else 1.0
+    branch = stream / math.sqrt(2 * num_layers)
+    expected = {
+        "embedding.weight": stream,
+        "output_head.weight": INITIAL_HEAD_STD,
+        "attention.qkv.weight": 1 / math.sqrt(128),
+        "attention.output.weight": branch / math.sqrt(128),
+        "feed_forward.gate_up.weight": 1 / math.sqrt(128),
+        "feed_forward.down.weight": branch / math.sqrt(256),
+    }
     for name, parameter in model.named_parameters():
-        writes_to_the_stream = name.endswith(("attention.output.weight", "down.weight"))
         if parameter.dim() == 1:
             assert torch.equal(parameter, torch.ones_like(parameter)), name
             continue
-        depth = 2 * num_layers if writes_to_the_stream else 1
-        std = INITIAL_STD / math.sqrt(depth)
+        (std,) = (std for end, std in expected.items() if name.endswith(end))
         assert parameter.std().item() == pytest.approx(std, rel=0.03), name
         assert abs(parameter.mean().item()) < 4 * std / math.sqrt(parameter.numel()), name
 
 
+@pytest.mark.parametrize("tie_weights", [False, True])
+def test_branches_add_to_the_stream_what_it_has(tie_weights):
+    """Neither the embedding nor the branches drown the other, at any depth."""
+    torch.manual_seed(0)
+    shape = {"d_model": 128, "num_layers": 8, "tie_weights": tie_weights}
+    model = Transformer(small_config(**shape)).eval()
+    token_ids = random_ids(2, 32)
+    growth = residual_stream_of(model, token_ids).std() / model.embedding(token_ids).std()
+    assert 1.0 < growth.item() < 2.0
+
+
 def test_a_fresh_model_is_certain_of_nothing():
     torch.manual_seed(0)
-    model = Transformer(small_config(tie_weights=True))
+    model = Transformer(small_config(tie_weights=False))
     entropy = torch.distributions.Categorical(logits=model(random_ids(2, 32))).entropy()
     assert entropy.mean().item() == pytest.approx(math.log(96), rel=0.01)
 

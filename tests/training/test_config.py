@@ -1,12 +1,15 @@
 """The configuration of a run: what follows from what, and what is refused."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import yaml
 
 from training.command_line import CommandLineError
 from training.config import Config, check, load_config, with_length, write_config
+
+CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 def config_of(*argv: str) -> Config:
@@ -106,3 +109,12 @@ def test_the_micro_batch_is_the_global_batch_cut_by_ranks_and_steps():
     config = config_of("--batch_size", "24", "--gradient_accumulation_steps", "3")
     assert config.micro_batch_size(4) == 2
     assert replace(config).micro_batch_size(1) == 8
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_ready_configuration_works_on_1_2_and_8_processes(path):
+    config = config_of("--config", str(path))
+    for world_size in (1, 2, 8):
+        check(config, world_size)
+    config.model.resolve(tokenizer_vocab_size=32768)
+    with_length(config, num_windows=1_000_000)
