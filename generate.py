@@ -58,6 +58,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     sampling, settings = build(SamplingOptions, options), build(GenerateOptions, options)
     model, tokenizer = _load_model(options["checkpoint"], _device(settings.device))
     prompts = [_prompt_text(argument) for argument in options["prompts"] or [""]]
+    prompts, first_ids = _hand_over_last_space(prompts, tokenizer, settings.max_new_tokens)
     # Nothing to go on from is where documents begin: after the end of another.
     rows = [tokenizer.encode(prompt) or [tokenizer.end_of_text_id] for prompt in prompts]
     started = time.perf_counter()
@@ -68,6 +69,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         options=sampling,
         vocab_size=tokenizer.vocab_size,
         stop_id=None if settings.ignore_end_of_text else tokenizer.end_of_text_id,
+        first_ids=first_ids,
         seed=settings.seed,
         use_cache=settings.use_cache,
     )
@@ -82,6 +84,20 @@ def _load_model(path: str, device: torch.device) -> tuple[Transformer, Tokenizer
     model = Transformer(build(ModelConfig, checkpoint["config"]).resolve(tokenizer.vocab_size))
     load_weights(checkpoint, model)
     return model.to(device).eval(), tokenizer
+
+
+def _hand_over_last_space(
+    prompts: Sequence[str], tokenizer: Tokenizer, max_new_tokens: int
+) -> tuple[list[str], list[list[int] | None]]:
+    """Leave a prompt's last space to the first new token, which must then begin with it.
+
+    In byte-level vocabularies the space before a word belongs to the word's token. After a space
+    that is a token by itself the model has hardly ever seen a word follow.
+    """
+    with_space = tokenizer.ids_that_begin_with_a_space() if max_new_tokens else []
+    ends_so = [prompt.endswith(" ") and bool(with_space) for prompt in prompts]
+    shorter = [p[:-1] if ends else p for p, ends in zip(prompts, ends_so, strict=True)]
+    return shorter, [with_space if ends else None for ends in ends_so]
 
 
 def _write_texts(

@@ -38,6 +38,8 @@ WORDS = "|".join(
 )
 # The bytes and the end of text.
 SMALLEST_BPE = 257
+# How a byte-level vocabulary spells the space.
+BYTE_SPACE = "\u0120"
 
 
 def fingerprint(tokenizer_json: str) -> str:
@@ -129,6 +131,11 @@ class Tokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """Decode ids, special tokens by their names; ids that are no token give nothing."""
         return self._inner.decode(ids, skip_special_tokens=False)
+
+    def ids_that_begin_with_a_space(self) -> list[int]:
+        """Find the tokens whose text begins with a space; none unless tokens spell bytes."""
+        vocabulary = self._inner.get_vocab() if self.has_byte_tokens else {}
+        return sorted(vocabulary[token] for token in vocabulary if token.startswith(BYTE_SPACE))
 
     def token(self, token_id: int) -> str | None:
         """Give the token as the vocabulary spells it, or None where the id is no token."""

@@ -86,8 +86,16 @@ class _Row:
     """One sequence of the batch."""
 
     tokens: list[int]
+    # What the next token is chosen among; None: all.
+    allowed: Tensor | None = None
     generator: torch.Generator = field(default_factory=torch.Generator)
     finished: bool = False
+
+    def choose(self, logits: Tensor, options: SamplingOptions) -> int:
+        if self.allowed is None:
+            return choose(logits, options, self.generator)
+        allowed, self.allowed = self.allowed, None
+        return int(allowed[choose(logits[allowed], options, self.generator)])
 
     def window(self, max_seq_len: int) -> list[int]:
         return self.tokens[window_start(len(self.tokens), max_seq_len) :]
@@ -101,6 +109,7 @@ def generate(
     options: SamplingOptions,
     vocab_size: int | None = None,
     stop_id: int | None = None,
+    first_ids: Sequence[Sequence[int] | None] | None = None,
     seed: int = 0,
     use_cache: bool = True,
 ) -> Iterator[list[int | None]]:
@@ -113,6 +122,7 @@ def generate(
         options: how a token is chosen.
         vocab_size: ids from here on are never chosen (a padded vocabulary); None: all are.
         stop_id: a row ends before this token; None: no row ends early.
+        first_ids: for each row the ids that its first new token is chosen among, None for all.
         seed: every row draws from a generator of its own, seeded with this, the row's prompt and
             how many equal prompts stand before it. So its text is what it would be alone, and
             no two rows draw alike.
@@ -132,6 +142,8 @@ def generate(
             "a prompt is empty: the model needs at least one token to go on from"
         )
     rows = [_Row(list(prompt)) for prompt in prompts]
+    for row, allowed in zip(rows, first_ids or [None] * len(rows), strict=True):
+        row.allowed = None if allowed is None else torch.tensor(allowed)
     for index, row in enumerate(rows):
         identity = f"{seed} {prompts[:index].count(prompts[index])} {row.tokens}"
         digest = hashlib.blake2b(identity.encode("ascii"), digest_size=4).digest()
@@ -154,7 +166,7 @@ def _grow(
         chosen: list[int | None] = []
         for row, row_logits in zip(rows, logits, strict=True):
             if not row.finished:
-                token = choose(row_logits, options, row.generator)
+                token = row.choose(row_logits, options)
                 row.finished = token == stop_id
                 row.tokens += [] if row.finished else [token]
             chosen.append(None if row.finished else row.tokens[-1])

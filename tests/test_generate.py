@@ -177,14 +177,14 @@ def test_bytes_that_are_no_characters_are_streamed_as_they_decode_at_once(traine
 
 
 def test_a_character_that_stays_incomplete_is_printed_at_the_end(monkeypatch, trained, output):
-    ids = trained.tokenizer.encode("dog ")
+    ids = trained.tokenizer.encode(" dog ")
     ids += trained.tokenizer.encode("\u2603")[:-1]  # not a character of the tokenizer's corpus
     force_tokens(monkeypatch, ids)
-    assert output(trained, "the ", *GREEDY)[0] == "the dog \ufffd\n"
+    assert output(trained, "the", *GREEDY)[0] == "the dog \ufffd\n"
 
 
 def test_text_is_on_stdout_before_the_next_token_is_computed(monkeypatch, trained):
-    ids = trained.tokenizer.encode("the cat sat")
+    ids = trained.tokenizer.encode(" the cat sat")
     stdout = io.BytesIO()
     before_each_token: list[str] = []
 
@@ -195,9 +195,9 @@ def test_text_is_on_stdout_before_the_next_token_is_computed(monkeypatch, traine
 
     monkeypatch.setattr(script, "generate", slow_steps)
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BufferedWriter(stdout)))
-    main([str(trained.path), "on ", *GREEDY])
+    main([str(trained.path), "on", *GREEDY])
     decoded = [trained.tokenizer.decode(ids[:count]) for count in range(len(ids))]
-    assert before_each_token == [f"on {text}" for text in decoded]
+    assert before_each_token == [f"on{text}" for text in decoded]
 
 
 @pytest.mark.parametrize("arguments", [(), ("",)], ids=["no prompt", "empty prompt"])
@@ -206,6 +206,32 @@ def test_without_a_prompt_a_fresh_document_is_begun(monkeypatch, trained, output
     out, _ = output(trained, *arguments, *GREEDY)
     assert calls[0]["rows"] == [[trained.tokenizer.end_of_text_id]]
     assert out == trained.text_after("")
+
+
+@pytest.mark.parametrize("prompt", ["the cat ", "the cat  ", " "])
+def test_a_space_that_ends_a_prompt_is_the_beginning_of_the_first_new_token(
+    monkeypatch, trained, output, prompt
+):
+    calls = calls_of_generate(monkeypatch)
+    out, _ = output(trained, prompt, *GREEDY)
+    row = trained.tokenizer.encode(prompt[:-1]) or [trained.tokenizer.end_of_text_id]
+    assert calls[0]["rows"] == [row]
+    ids = range(trained.tokenizer.vocab_size)
+    assert calls[0]["first_ids"] == [
+        [i for i in ids if trained.tokenizer.decode([i]).startswith(" ")]
+    ]
+    assert out.startswith(prompt)
+    assert len(out) > len(prompt) + 10
+
+
+def test_a_space_is_a_token_like_any_other_where_tokens_are_characters(
+    monkeypatch, tmp_path, output
+):
+    trained = make_trained(tmp_path, character_tokenizer([string.printable + "\u0120"]))
+    calls = calls_of_generate(monkeypatch)
+    out, _ = output(trained, "the cat ", *GREEDY)
+    assert calls[0]["rows"] == [trained.tokenizer.encode("the cat ")]
+    assert out == trained.text_after("the cat ")
 
 
 def test_end_of_text_that_a_prompt_spells_is_ordinary_text(monkeypatch, trained, output):
@@ -264,7 +290,7 @@ def test_prompts_of_one_batch_are_continued_as_alone(trained, output, options):
 
 
 def test_a_prompt_far_longer_than_the_context_is_continued_from_its_end(trained, output):
-    prompt = "the cat sat " * 100
+    prompt = "the cat sat on " * 100 + "the"
     length = len(trained.tokenizer.encode(prompt))
     out, err = output(trained, prompt, *GREEDY)
     assert out == trained.text_after(prompt)

@@ -324,3 +324,16 @@ def test_what_cannot_be_continued_is_refused_at_the_call(prompts, options, messa
 
 def test_no_new_tokens_may_be_asked_for():
     assert continue_all(lively_model(), [[1], [2]], max_new_tokens=0) == [[], []]
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_a_rows_first_token_alone_is_chosen_among_its_first_ids(use_cache):
+    model, prompts = lively_model(), [make_prompt(5), make_prompt(9)]
+    free = continue_all(model, prompts, use_cache=use_cache)
+    wanted = [3, 7, 11]
+    rows = continue_all(model, prompts, first_ids=[wanted, None], use_cache=use_cache)
+    assert rows[1] == free[1]
+    logits = logits_after(model, prompts[0])[wanted]
+    assert rows[0][0] == wanted[int(logits.argmax())]
+    assert rows[0][0] != free[0][0]
+    assert rows[0][1:] == continue_all(model, [[*prompts[0], rows[0][0]]])[0][:-1]
