@@ -10,6 +10,7 @@ import json
 import os
 import random
 import re
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -170,6 +171,8 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
     path = Path(path)
     if not path.is_file():
         raise CheckpointError(f"checkpoint {path} does not exist{_what_is_there(path)}")
+    if not zipfile.is_zipfile(path):
+        raise CheckpointError(f"{path} is damaged or no checkpoint: it is not a complete archive")
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:

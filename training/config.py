@@ -38,7 +38,7 @@ class ScheduleConfig:
 
     preset: str | None = None
     """Named model shape; single options win over it."""
-    iterations: int = 600
+    iterations: int = 700
     """Optimizer steps, each on windows drawn at random; ignored when epochs is given."""
     epochs: float | None = None
     """Go this often over all windows, each once an epoch in a new order, instead of iterations."""
