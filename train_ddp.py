@@ -210,7 +210,11 @@ def validate(job: Job, metrics: Metrics) -> bool:
 
 
 def save_checkpoint(job: Job, is_best: bool, is_due: bool) -> None:
-    """Collect the state of all ranks and let rank 0 write it; the others wait for it."""
+    """Collect the state of all ranks and let rank 0 write it; the others wait for it.
+
+    Raises:
+        CheckpointError: it cannot be written, and there is no later one to hope for.
+    """
     collected = checkpoint.collect(
         model=job.model,
         optimizer=job.optimizer,
@@ -220,8 +224,10 @@ def save_checkpoint(job: Job, is_best: bool, is_due: bool) -> None:
         tokenizer_json=job.data.tokenizer_json,
     )
     problem = job.world.on_rank_zero(partial(job.folder.save, collected, is_best, is_due))
+    if problem is not None and job.is_last:
+        raise CheckpointError(problem)
     if problem is not None:
-        job.say(problem)
+        job.say(f"{problem}; the training goes on")
 
 
 def open_data(config: Config, world: World) -> PreparedData:

@@ -10,8 +10,14 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import prepare
-from tests.harness import DistributedError, run_python, run_torchrun, start_torchrun
-from tests.tiny import TINY, curve, flags, metrics_of, train, write_corpus
+from tests.harness import (
+    DistributedError,
+    run_distributed,
+    run_python,
+    run_torchrun,
+    start_torchrun,
+)
+from tests.tiny import TINY, curve, flags, metrics_of, run_main, train, write_corpus
 from training.checkpoint import load_checkpoint
 
 
@@ -219,6 +225,26 @@ def test_a_damaged_newest_checkpoint_is_passed_over(tmp_path, data_dir):
     newest = tmp_path / "run" / "checkpoints" / "ckpt_00000020.pt"
     newest.write_bytes(newest.read_bytes()[:5000])
     assert curve(train(1, data_dir, tmp_path / "run", resume="auto")) == curve(straight)
+
+
+def test_a_full_disk_stops_the_save_and_not_the_training(tmp_path, data_dir):
+    options = {**TINY, "data_dir": data_dir, "cos_cycle_iters": 30, "dropout": 0.1}
+    straight = train(2, **{**options, "out_dir": tmp_path / "straight", "iterations": 30})
+    train(2, **{**options, "out_dir": tmp_path / "run", "iterations": 10})
+    folder = tmp_path / "run" / "checkpoints"
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+
+    argv = flags(**{**options, "out_dir": tmp_path / "run", "iterations": 30, "resume": "auto"})
+    with pytest.raises(DistributedError) as caught:
+        run_distributed(run_main, 2, argv, 100_000, process_group=False)
+    failures = caught.value.failures.values()
+    assert {failure.kind for failure in failures} == {"CheckpointError"}
+    assert all("step 30 not saved" in failure.message for failure in failures)
+    assert curve(metrics_of(tmp_path / "run")) == curve(straight)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+    train(2, **{**options, "out_dir": tmp_path / "run", "iterations": 30, "resume": "auto"})
+    assert_same_bits(final(tmp_path / "run", 30), final(tmp_path / "straight", 30))
 
 
 def test_an_older_checkpoint_that_is_named_starts_another_history(tmp_path, data_dir):

@@ -46,15 +46,19 @@ def flags(**options: Any) -> list[str]:
 def train(world_size: int, data_dir: Path, out_dir: Path, **options: Any) -> list[dict[str, Any]]:
     """Run train_ddp.py's main on so many ranks; the lines of its metrics.jsonl."""
     argv = flags(**{**TINY, "data_dir": data_dir, "out_dir": out_dir, **options})
-    run_distributed(_main, world_size, argv, process_group=False)
+    run_distributed(run_main, world_size, argv, process_group=False)
     return metrics_of(out_dir)
 
 
-def _main(argv: list[str]) -> None:
+def run_main(argv: list[str], largest_file: int | None = None) -> None:
+    """What each rank runs; `largest_file` stands in for a disk that fills up."""
+    import resource
     import sys
 
     import train_ddp
 
+    if largest_file is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
     sys.argv = ["train_ddp.py", *argv]
     train_ddp.main()
 

@@ -105,7 +105,9 @@ def run(main: Callable[[], None], mistakes: tuple[type[Exception], ...] = ()) ->
         world_size = os.environ.get("WORLD_SIZE", "1")
         where = f"rank {rank} of {world_size} failed:\n" if world_size != "1" else ""
         _leave(1, where + traceback.format_exc().rstrip())
-    sys.exit(0)
+    # Not through the interpreter's teardown: there gloo's threads now and then abort a process
+    # whose work was done ("terminate called without an active exception").
+    _leave(0, "")
 
 
 def _leave(status: int, message: str) -> NoReturn:

@@ -5,6 +5,7 @@ shape is `model.config.ModelConfig`; the rest stands here, each setting with its
 """
 
 import math
+import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -131,6 +132,15 @@ class Config:
         """All options as one flat dict of plain values, the form of YAML and checkpoints."""
         sections = (getattr(self, field.name) for field in fields(self))
         return {name: value for section in sections for name, value in asdict(section).items()}
+
+    def lines(self) -> list[str]:
+        """All options for people, a paragraph a section."""
+        lines = []
+        for section in (getattr(self, field.name) for field in fields(self)):
+            values = ", ".join(f"{name} {value}" for name, value in asdict(section).items())
+            title = f"{type(section).__doc__}: "
+            lines += textwrap.wrap(title + values, width=100, subsequent_indent="    ")
+        return lines
 
     def micro_batch_size(self, world_size: int) -> int:
         """Sequences in one forward pass of one process."""

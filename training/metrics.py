@@ -98,7 +98,8 @@ def introduce(job: Job) -> None:
     context = config.model.max_seq_len
     steps = config.data.gradient_accumulation_steps
     total = job.tokens_per_step * config.schedule.iterations
-    job.say(json.dumps(config.to_dict()))
+    for line in config.lines():
+        job.say(line)
     job.say(
         f"model: {job.model.num_parameters():,} parameters, "
         f"{job.model.num_flops_per_token() / 1e6:,.1f} MFLOP a token, "
@@ -193,7 +194,8 @@ def _progress_line(job: Job, values: dict[str, float]) -> str:
         f"lr {values['lr']:.2e}",
         f"grad_norm {values['grad_norm']:.3f}",
         f"{values['tokens_per_second']:,.0f} tokens/s",
-        f"MFU {values['mfu']:.1%}" if "mfu" in values else "MFU unknown",
-        f"{duration(seconds_left)} left",
     ]
+    if job.world.device.type != "cpu":
+        parts.append(f"MFU {values['mfu']:.1%}" if "mfu" in values else "MFU unknown")
+    parts.append(f"{duration(seconds_left)} left")
     return " | ".join(parts)
