@@ -2,8 +2,8 @@
 
     torchrun --nproc_per_node=2 train_ddp.py              # 2 processes, no argument needed
     python train_ddp.py                                   # the same job in 1 process
-    torchrun --nproc_per_node=8 train_ddp.py --preset gpt2-124m --data_dir data/mine
-    torchrun --nproc_per_node=8 train_ddp.py --preset gpt2-124m --data_dir data/mine --resume auto
+    torchrun --nproc_per_node=8 train_ddp.py --config configs/gpt2-124m.yaml --data_dir data/mine
+    torchrun --nproc_per_node=8 train_ddp.py --config configs/gpt2-124m.yaml --resume auto
 
 Without --data_dir it trains on the source of the Python standard library of this machine. The loss
 curve depends on configuration and seed alone, not on how many processes compute it.
@@ -61,6 +61,7 @@ def main() -> None:
 
     data = open_data(config, world)
     config = replace(config, model=config.model.resolve(data.vocab_size))
+    config = with_dtype(config, world)
     config, windows, val_windows = make_windows(config, data)
 
     set_random_seed(config.run.seed, world.rank)
@@ -75,7 +76,7 @@ def main() -> None:
         ddp=DDP(model, config.device.bucket_cap_mb),
         optimizer=make_optimizer(config, model),
         folder=RunFolder(config.run.out_dir, config.run.keep_checkpoints),
-        dtype=resolve_dtype(config.device.dtype, world.device),
+        dtype=getattr(torch, config.device.dtype),
     )
     resume_or_start(job)
     introduce(job)
@@ -86,29 +87,26 @@ def main() -> None:
 def train(job: Job) -> None:
     """Step, show, validate and save until the last iteration."""
     options = job.config.run
-    metrics = Metrics(
-        job.folder.metrics, job.folder.tensorboard, job.iteration, is_active=job.is_rank_zero
-    )
+    metrics = Metrics(job.folder, job.iteration, job.is_rank_zero)
     if job.iteration == 0:
         validate(job, metrics)
         if job.is_last:  # a run of no steps at all still leaves what it is: the initial weights
-            save_checkpoint(job, is_best=False, is_due=True)
+            save_checkpoint(job, None, is_due=True)
     clock = StepClock()
-    skipped_in_a_row = 0
     while not job.is_last:
         job.iteration += 1
         loss, grad_norm = training_step(job)
         clock.count_step()
-        skipped_in_a_row = 0 if math.isfinite(grad_norm) else skipped_in_a_row + 1
-        note_skipped_step(job, skipped_in_a_row)
         if job.is_due(options.log_interval) or job.iteration == 1 or job.is_last:
-            show_progress(job, metrics, clock, loss, grad_norm, lr_at(job))
+            show_progress(job, metrics, clock, loss, grad_norm)
         with clock.paused():
-            is_best = (job.is_due(options.val_interval) or job.is_last) and validate(job, metrics)
+            new_best = None
+            if job.is_due(options.val_interval) or job.is_last:
+                new_best = validate(job, metrics)
             is_due = job.is_due(options.checkpoint_interval) or job.is_last
-            if is_best or is_due:
+            if new_best is not None or is_due:
                 metrics.flush()
-                save_checkpoint(job, is_best, is_due)
+                save_checkpoint(job, new_best, is_due)
     metrics.close()
 
 
@@ -118,7 +116,10 @@ def training_step(job: Job) -> tuple[Tensor, float]:
     Returns:
         The mean loss of this rank's part (a tensor, so that nothing waits for it), and the
         gradient's global norm before clipping, alike on all ranks. A step whose norm is not
-        finite changes nothing.
+        finite changes no weight.
+
+    Raises:
+        DivergedError: there have been max_skipped_steps such steps in a row.
     """
     world, options = job.world, job.config.optimizer
     micro_steps = job.config.data.gradient_accumulation_steps
@@ -139,6 +140,9 @@ def training_step(job: Job) -> tuple[Tensor, float]:
     grad_norm = clip_grad_norm(job.model.parameters(), options.max_norm).item()
     if math.isfinite(grad_norm):
         job.optimizer.step()
+        job.skipped_in_a_row = 0
+    else:
+        skip_step(job)
     job.ddp.zero_grad()
     return loss, grad_norm
 
@@ -166,6 +170,7 @@ def lr_at(job: Job) -> float:
     assert schedule.warmup_iters is not None
     assert schedule.cos_cycle_iters is not None
     assert schedule.decay_iters is not None
+    assert schedule.lr_min is not None
     return learning_rate(
         job.iteration,
         schedule=schedule.schedule,
@@ -178,55 +183,60 @@ def lr_at(job: Job) -> float:
     )
 
 
-def note_skipped_step(job: Job, skipped_in_a_row: int) -> None:
+def skip_step(job: Job) -> None:
     """Count and report a step without update; every rank sees the same one.
 
     Raises:
         DivergedError: there have been max_skipped_steps in a row.
     """
-    if skipped_in_a_row == 0:
-        return
     job.skipped_steps += 1
+    job.skipped_in_a_row += 1
     job.say(f"step {job.iteration}: the gradient is not finite, no update")
-    if skipped_in_a_row >= job.config.optimizer.max_skipped_steps:
+    if job.skipped_in_a_row >= job.config.optimizer.max_skipped_steps:
         raise DivergedError(
-            f"{skipped_in_a_row} steps in a row had no finite gradient, the last one step "
+            f"{job.skipped_in_a_row} steps in a row had no finite gradient, the last one step "
             f"{job.iteration}: resume from a checkpoint with a lower lr_max"
         )
 
 
-def validate(job: Job, metrics: Metrics) -> bool:
-    """Measure, show and log the validation loss; whether it is the best of a trained model."""
+def validate(job: Job, metrics: Metrics) -> float | None:
+    """Measure, show and log the validation loss; returns it if no trained model had a lower one."""
     if job.val_windows is None:
-        return False
+        return None
     batch_size = job.config.micro_batch_size(job.world.world_size)
     context = partial(autocast, job.world.device, job.dtype)
     val_loss = evaluate(job.model, job.val_windows, batch_size, job.world, context)
-    show_validation(job, metrics, val_loss)
     is_best = job.iteration > 0 and val_loss < job.best_val_loss
-    if is_best:
-        job.best_val_loss = val_loss
-    return is_best
+    show_validation(job, metrics, val_loss, is_best)
+    return val_loss if is_best else None
 
 
-def save_checkpoint(job: Job, is_best: bool, is_due: bool) -> None:
+def save_checkpoint(job: Job, new_best: float | None, is_due: bool) -> None:
     """Collect the state of all ranks and let rank 0 write it; the others wait for it.
+
+    Args:
+        job: the run.
+        new_best: the lowest validation loss so far, if it was measured just now.
+        is_due: write a numbered checkpoint too, not best.pt alone.
 
     Raises:
         CheckpointError: it cannot be written, and there is no later one to hope for.
     """
+    best_before = job.best_val_loss
+    job.best_val_loss = best_before if new_best is None else new_best
     collected = checkpoint.collect(
         model=job.model,
         optimizer=job.optimizer,
-        iteration=job.iteration,
-        best_val_loss=job.best_val_loss,
+        progress=job.progress,
         config=job.config.to_dict(),
         tokenizer_json=job.data.tokenizer_json,
     )
+    is_best = new_best is not None
     problem = job.world.on_rank_zero(partial(job.folder.save, collected, is_best, is_due))
-    if problem is not None and job.is_last:
-        raise CheckpointError(problem)
     if problem is not None:
+        if job.is_last:
+            raise CheckpointError(problem)
+        job.best_val_loss = best_before  # so that the next one as good is written again
         job.say(f"{problem}; the training goes on")
 
 
@@ -252,6 +262,12 @@ def make_windows(
     return config, RandomWindows(data.train, context, seed), val_windows
 
 
+def with_dtype(config: Config, world: World) -> Config:
+    """The configuration with the dtype that auto stands for: rank 0's device decides for all."""
+    dtype = world.on_rank_zero(partial(resolve_dtype, config.device.dtype, world.device))
+    return replace(config, device=replace(config.device, dtype=dtype))
+
+
 def make_optimizer(config: Config, model: Transformer) -> torch.optim.Optimizer:
     """AdamW with decay on matrices alone; its state sharded over the ranks if wished."""
     options = config.optimizer
@@ -269,17 +285,17 @@ def resume_or_start(job: Job) -> None:
     if path is not None:
         saved = checkpoint.load_checkpoint(path)
         checkpoint.check_tokenizer(saved, job.data.tokenizer_json)
+        checkpoint.check_data_order(saved["config"], config.to_dict())
         checkpoint.restore(
             saved, model=job.model, optimizer=job.optimizer, world=world, seed=config.run.seed
         )
-        job.iteration, job.best_val_loss = saved["iteration"], saved["best_val_loss"]
+        for name, value in job.progress.items():
+            setattr(job, name, saved.get(name, value))
         job.say(f"resumed from {path} after {job.iteration} steps")
         for change in checkpoint.changes(saved["config"], config.to_dict()):
             job.say(f"  changed since: {change}")
-    done = job.iteration if path is not None else None
-    world.on_rank_zero(partial(folder.claim, done, config.run.overwrite))
-    if job.is_rank_zero:
-        write_config(config, folder.config)
+    world.on_rank_zero(partial(folder.claim, path, job.iteration, config.run.overwrite))
+    world.on_rank_zero(partial(write_config, config, folder.config))
 
 
 if __name__ == "__main__":

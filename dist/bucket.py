@@ -1,8 +1,8 @@
 """A bucket: parameters of one dtype and device laid end to end in flat buffers.
 
-Both halves of dist/ stand on this layout. DDP makes each parameter's gradient a view into a flat
-buffer, so that the memory that backward writes is the memory that the network sends; the sharded
-optimizer cuts the same kind of buffer into equal shards, one a rank.
+Both halves of dist/ stand on this layout. DDP moves each gradient into a flat buffer as it arrives
+and leaves `grad` as a view of it: later micro-batches are added where the network sends from. The
+sharded optimizer cuts the same kind of buffer into equal shards, one a rank.
 
     elements   | p0 ........ | p1 .... | p2 ............... | padding |
     shards     | rank 0          | rank 1          | rank 2           |

@@ -54,8 +54,11 @@ def all_gather_shards(flat: Tensor) -> None:
     """Fill a flat tensor of world_size equal shards, each rank giving the one of its number."""
     if is_distributed():
         shards = list(flat.chunk(world_size()))
-        # A clone: backends disagree on whether the input may be a part of the output.
-        torch_dist.all_gather(shards, shards[rank()].clone())
+        if torch_dist.get_backend() == "nccl":
+            # In place, which NCCL supports; all_gather would allocate the whole buffer again.
+            torch_dist.all_gather_into_tensor(flat, shards[rank()])
+        else:
+            torch_dist.all_gather(shards, shards[rank()].clone())
 
 
 def broadcast_tensors(tensors: Sequence[Tensor]) -> None:

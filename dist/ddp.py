@@ -26,7 +26,7 @@ import torch
 import torch.distributed as torch_dist
 from torch import Tensor, nn
 
-from dist.bucket import Bucket, make_buckets, unique
+from dist.bucket import Bucket, make_buckets
 from dist.collectives import (
     broadcast_object,
     broadcast_tensors,
@@ -61,9 +61,9 @@ class DDP(nn.Module):
             raise ValueError(f"bucket_cap_mb is {bucket_cap_mb}, it must be positive")
         self.module = module
         _check_same_model(module, bucket_cap_mb)
-        broadcast_tensors([*unique(module.parameters()), *module.buffers()])
+        broadcast_tensors([*module.parameters(), *module.buffers()])
         # Frozen parameters have buckets too: they may be thawed later.
-        parameters = [p for p in module.parameters() if p.is_floating_point()]
+        parameters = [p for p in module.parameters() if p.is_floating_point() or p.is_complex()]
         buckets = make_buckets(parameters, bucket_cap_mb * 2**20, world_size(), 1)
         self._reducers = [_Reducer(bucket) for bucket in buckets] if world_size() > 1 else []
         self._syncing = True

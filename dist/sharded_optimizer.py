@@ -284,7 +284,10 @@ def _move_to_rank_zero(part: Tensor, owner: int) -> None:
     """Send `part` from its owner; rank 0 receives into its own `part`."""
     if owner == 0:
         return
+    # gloo sends from the CPU's memory only.
+    staged = part.cpu() if torch_dist.get_backend() == "gloo" else part
     if rank() == 0:
-        torch_dist.recv(part, src=owner)
+        torch_dist.recv(staged, src=owner)
+        part.copy_(staged)
     else:
-        torch_dist.send(part.contiguous(), dst=0)
+        torch_dist.send(staged.contiguous(), dst=0)

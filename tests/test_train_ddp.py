@@ -247,6 +247,40 @@ def test_a_full_disk_stops_the_save_and_not_the_training(tmp_path, data_dir):
     assert_same_bits(final(tmp_path / "run", 30), final(tmp_path / "straight", 30))
 
 
+def test_a_run_that_has_only_its_best_checkpoint_goes_on_from_it(tmp_path, data_dir):
+    options = {"val_interval": 5, "checkpoint_interval": 0}
+    straight = train(1, data_dir, tmp_path / "run", **options)
+    folder = tmp_path / "run" / "checkpoints"
+    (folder / "ckpt_00000020.pt").unlink()  # as after a kill before the last step
+    assert "holds a run" in error_of(1, data_dir, tmp_path / "run", **options)
+    resumed = train(1, data_dir, tmp_path / "run", resume="auto", **options)
+    assert curve(resumed) == curve(straight)
+
+
+def test_a_checkpoint_of_one_run_does_not_go_on_in_the_folder_of_another(
+    tmp_path, data_dir, reference
+):
+    before = train(1, data_dir, tmp_path / "run", iterations=5)
+    other = reference / "checkpoints" / "ckpt_00000050.pt"
+    message = error_of(1, data_dir, tmp_path / "run", resume=other, iterations=60)
+    assert "holds a run of 5 steps" in message
+    assert metrics_of(tmp_path / "run") == before
+
+
+def test_a_batch_of_another_size_is_refused_on_resume(tmp_path, data_dir):
+    train(1, data_dir, tmp_path / "run", iterations=5)
+    message = error_of(1, data_dir, tmp_path / "run", resume="auto", batch_size=4)
+    assert "batch_size 8 -> 4: this would change which text each step trains on" in message
+
+
+def test_what_a_killed_save_left_is_cleared_away(tmp_path, data_dir):
+    train(1, data_dir, tmp_path / "run", iterations=5)
+    left = tmp_path / "run" / "checkpoints" / ".ckpt_00000010.pt.4711.tmp"
+    left.write_bytes(b"half")
+    train(1, data_dir, tmp_path / "run", resume="auto")
+    assert not left.exists()
+
+
 def test_an_older_checkpoint_that_is_named_starts_another_history(tmp_path, data_dir):
     straight = train(1, data_dir, tmp_path / "run")
     folder = tmp_path / "run" / "checkpoints"
@@ -318,7 +352,7 @@ def test_a_checkpoint_of_another_model_is_refused_by_its_first_difference(
 def test_a_folder_that_holds_a_run_is_not_touched_without_a_word(tmp_path, data_dir):
     before = train(1, data_dir, tmp_path / "run", iterations=10)
     message = error_of(2, data_dir, tmp_path / "run", iterations=10)
-    assert "holds a run of 10 iterations" in message
+    assert "holds a run of 10 steps" in message
     assert metrics_of(tmp_path / "run") == before
     anew = train(1, data_dir, tmp_path / "run", iterations=5, overwrite="true")
     assert len(curve(anew)) == 5

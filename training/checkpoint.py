@@ -6,12 +6,13 @@ name, the iteration (from which learning rate and data follow), and every rank's
 It knows nothing of how many ranks wrote it. See DESIGN section 3 for the keys.
 """
 
-import json
+import contextlib
 import os
 import random
 import re
+import shutil
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,25 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dist.collectives import gather_objects
+from data.tokenizer import fingerprint
+from dist.collectives import gather_objects, rank
 from dist.process_group import World, set_random_seed
 from dist.sharded_optimizer import NamedState, ShardedOptimizer
 
 FORMAT_VERSION = 1
-REQUIRED_KEYS = ("model", "optimizer", "iteration", "config", "tokenizer", "rng", "best_val_loss")
+REQUIRED_KEYS = (
+    "model",
+    "optimizer",
+    "iteration",
+    "best_val_loss",
+    "config",
+    "tokenizer",
+    "rng",
+)
+# How names of files end that are being written.
+HALF_WRITTEN = ".tmp"
+# Options that fix which windows a step trains on.
+DATA_ORDER = ("seed", "batch_size", "max_seq_len")
 
 
 class CheckpointError(ValueError):
@@ -35,26 +49,35 @@ def collect(
     *,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    iteration: int,
-    best_val_loss: float,
+    progress: Mapping[str, Any],
     config: Mapping[str, Any],
     tokenizer_json: str,
 ) -> dict[str, Any]:
     """Put a checkpoint together on rank 0; every rank must call it.
 
+    Args:
+        model: unwrapped.
+        optimizer: over its parameters, sharded or not.
+        progress: iteration, best_val_loss, skipped_steps and skipped_in_a_row.
+        config: all options, flat.
+        tokenizer_json: of the data.
+
     Returns:
-        On rank 0 a dict that owns its memory (tensors on the CPU); on the others an incomplete one.
+        On rank 0 a dict that owns its memory (tensors on the CPU); on the others an empty one.
     """
+    optimizer_state = _optimizer_state(optimizer, model)
+    rng = gather_objects(_rng_state())
+    if rank() != 0:
+        return {}
     return {
         "format_version": FORMAT_VERSION,
         "model": _copied(model.state_dict()),
-        "optimizer": _optimizer_state(optimizer, model),
-        "iteration": iteration,
-        "best_val_loss": best_val_loss,
+        "optimizer": optimizer_state,
+        **progress,
         "config": dict(config),
         "tokenizer": tokenizer_json,
-        "scaler": None,
-        "rng": gather_objects(_rng_state()),
+        "scaler": None,  # of float16, which is not offered yet
+        "rng": rng,
     }
 
 
@@ -78,7 +101,7 @@ def restore(
     named = list(model.named_parameters())
     state = checkpoint["optimizer"]
     if unknown := sorted(state.keys() - dict(named).keys()):
-        raise CheckpointError(f"the checkpoint has optimizer state for {unknown[0]}, a stranger")
+        raise CheckpointError(f"the checkpoint has optimizer state for {unknown[0]}, not here")
     if isinstance(optimizer, ShardedOptimizer):
         optimizer.load_state(named, state)
     else:
@@ -99,10 +122,27 @@ def check_tokenizer(checkpoint: Mapping[str, Any], tokenizer_json: str) -> None:
     Raises:
         CheckpointError: the data folder's tokenizer is not the checkpoint's.
     """
-    if json.loads(checkpoint["tokenizer"]) != json.loads(tokenizer_json):
+    if fingerprint(checkpoint["tokenizer"]) != fingerprint(tokenizer_json):
         raise CheckpointError(
             "the data folder was prepared with another tokenizer than the checkpoint's: "
             "give the data_dir that it was trained on"
+        )
+
+
+def check_data_order(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Refuse options by which the steps already done would not be the first ones of this run.
+
+    Raises:
+        CheckpointError: names each such option with both values.
+    """
+    different = [name for name in DATA_ORDER if before[name] != now[name]]
+    if (before["epochs"] is None) != (now["epochs"] is None):
+        different.append("epochs")
+    if different:
+        said = ", ".join(f"{name} {before[name]} -> {now[name]}" for name in different)
+        raise CheckpointError(
+            f"{said}: this would change which text each step trains on, and some would be seen "
+            "twice and some never; resume with the checkpoint's own values"
         )
 
 
@@ -142,16 +182,36 @@ def save(checkpoint: Mapping[str, Any], path: Path) -> None:
     Raises:
         OSError: disk full, no permission, ...; nothing is left under either name.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with _new_file(path) as temporary:
+        try:
+            with open(temporary, "wb") as file:
+                torch.save(dict(checkpoint), file)
+                file.flush()
+                os.fsync(file.fileno())
+        except RuntimeError as error:  # torch's writer hides the operating system's error
+            raise OSError(f"cannot write {path}: {_root_cause(error)}") from error
+
+
+def copy_whole(source: Path, path: Path) -> None:
+    """Give a saved file a second name; where the file system has no links, copy it.
+
+    Raises:
+        OSError: as `save`.
+    """
+    with _new_file(path) as temporary:
+        try:
+            os.link(source, temporary)
+        except OSError:
+            shutil.copyfile(source, temporary)
+
+
+@contextlib.contextmanager
+def _new_file(path: Path) -> Iterator[Path]:
+    """A name to write under; what is there at the end gets the name `path`, or is deleted."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}{HALF_WRITTEN}")
     try:
-        with open(temporary, "wb") as file:
-            torch.save(dict(checkpoint), file)
-            file.flush()
-            os.fsync(file.fileno())
+        yield temporary
         temporary.replace(path)
-    except RuntimeError as error:  # torch's writer hides the operating system's error
-        temporary.unlink(missing_ok=True)
-        raise OSError(f"cannot write {path}: {_root_cause(error)}") from error
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
@@ -160,6 +220,22 @@ def save(checkpoint: Mapping[str, Any], path: Path) -> None:
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+def verify(path: Path) -> None:
+    """Read a checkpoint through and compare every record with its checksum.
+
+    Raises:
+        CheckpointError: as `load_checkpoint`, or a record is not what was written.
+    """
+    load_checkpoint(path)
+    with zipfile.ZipFile(path) as archive:
+        try:
+            damaged = archive.testzip()
+        except (zipfile.BadZipFile, OSError, EOFError) as error:
+            damaged = str(error)
+    if damaged is not None:
+        raise CheckpointError(f"{path} is damaged: {damaged} has another checksum than was written")
 
 
 def load_checkpoint(path: str | Path) -> dict[str, Any]:
@@ -225,6 +301,8 @@ def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> NamedState:
     if isinstance(optimizer, ShardedOptimizer):
         return optimizer.gather_state(model.named_parameters())
+    if rank() != 0:
+        return {}
     return {
         name: {
             key: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value

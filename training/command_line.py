@@ -143,8 +143,10 @@ def _spell_out(arguments: Sequence[str], sections: Sequence[type]) -> list[str]:
         argument = waiting.pop(0)
         flag, equals, value = argument.partition("=")
         kind = kinds.get(flag.removeprefix("--")) if flag.startswith("--") else None
-        if kind is bool and not equals and waiting[:1] not in (["true"], ["false"]):
-            argument = f"{flag}=true"
+        if kind is bool:
+            follows = not equals and waiting and waiting[0].lower() in ("true", "false")
+            value = waiting.pop(0) if follows else value if equals else "true"
+            argument = f"{flag}={value.lower()}"
         elif get_origin(kind) is list:
             words = [value] if equals else list(itertools.takewhile(_is_value, waiting))
             # An ASCII locale hides other characters in surrogates, which YAML does not take.

@@ -53,8 +53,8 @@ class ScheduleConfig:
     """Length of the final decay of wsd; none: four tenths of all steps."""
     lr_max: float = 4e-3
     """Highest learning rate."""
-    lr_min: float = 2e-4
-    """Learning rate at the end of the decay."""
+    lr_min: float | None = None
+    """Learning rate at the end of the decay; none: a tenth of lr_max."""
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ def check(config: Config, world_size: int) -> None:
         val_interval=run.val_interval,
         checkpoint_interval=run.checkpoint_interval,
         lr_max=schedule.lr_max,
-        lr_min=schedule.lr_min,
+        lr_min=schedule.lr_min or 0.0,
         weight_decay=optimizer.weight_decay,
         seed=run.seed,
     )
@@ -201,8 +201,10 @@ def check(config: Config, world_size: int) -> None:
         problems.append(_indivisible_batch(data, world_size))
     if schedule.epochs is not None and not schedule.epochs > 0:
         problems.append(f"epochs is {schedule.epochs}, it must be above 0")
-    if schedule.lr_min > schedule.lr_max:
+    if schedule.lr_min is not None and schedule.lr_min > schedule.lr_max:
         problems.append(f"lr_min {schedule.lr_min} is above lr_max {schedule.lr_max}")
+    if run.seed >= 2**63:
+        problems.append(f"seed is {run.seed}, it must be below 2^63")
     for name in ("max_norm", "eps"):
         if not getattr(optimizer, name) > 0:
             problems.append(f"{name} is {getattr(optimizer, name)}, it must be above 0")
@@ -235,6 +237,7 @@ def with_length(config: Config, num_windows: int) -> Config:
     warmup = total // 10 if schedule.warmup_iters is None else schedule.warmup_iters
     cycle = max(total, warmup) if schedule.cos_cycle_iters is None else schedule.cos_cycle_iters
     decay = 4 * total // 10 if schedule.decay_iters is None else schedule.decay_iters
+    lr_min = schedule.lr_max / 10 if schedule.lr_min is None else schedule.lr_min
     if schedule.schedule == "cosine" and cycle < warmup:
         raise CommandLineError(f"cos_cycle_iters {cycle} ends within warmup_iters {warmup}")
     if schedule.schedule == "wsd" and warmup + decay > total:
@@ -247,13 +250,19 @@ def with_length(config: Config, num_windows: int) -> Config:
         warmup_iters=warmup,
         cos_cycle_iters=cycle,
         decay_iters=decay,
+        lr_min=lr_min,
     )
     return replace(config, schedule=filled)
 
 
 def write_config(config: Config, path: Path) -> None:
-    """Save as YAML that `--config` reads back."""
-    path.write_text(yaml.safe_dump(config.to_dict(), sort_keys=False), encoding="utf-8")
+    """Save as YAML that `--config` reads back, for another run of the same kind.
+
+    How this one was started is left out: read back, `overwrite` would delete what it made.
+    """
+    started_by = ("resume", "overwrite")
+    options = {name: v for name, v in config.to_dict().items() if name not in started_by}
+    path.write_text(yaml.safe_dump(options, sort_keys=False), encoding="utf-8")
 
 
 def _below(least: int, **values: float) -> list[str]:

@@ -21,8 +21,8 @@ PEAK_BFLOAT16_FLOPS = {
 }
 
 
-def resolve_dtype(requested: str, device: torch.device) -> torch.dtype:
-    """The dtype of matrix products for an option's value.
+def resolve_dtype(requested: str, device: torch.device) -> str:
+    """The dtype of matrix products, by its name in torch, for an option's value.
 
     Args:
         requested: float32, bfloat16 or auto: bfloat16 where the hardware has instructions for it
@@ -30,12 +30,12 @@ def resolve_dtype(requested: str, device: torch.device) -> torch.dtype:
         device: where it will run.
     """
     if requested != "auto":
-        return torch.bfloat16 if requested == "bfloat16" else torch.float32
+        return requested
     if device.type == "cuda":
         native = torch.cuda.is_bf16_supported(including_emulation=False)
     else:
         native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return torch.bfloat16 if native else torch.float32
+    return "bfloat16" if native else "float32"
 
 
 def autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManager[object]:

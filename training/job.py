@@ -15,7 +15,7 @@ from training.run_folder import RunFolder
 
 @dataclass
 class Job:
-    """The parts of a run; only the last three change while it trains.
+    """The parts of a run; only the last four change while it trains.
 
     Attributes:
         config: complete, nothing left to be filled in.
@@ -31,6 +31,7 @@ class Job:
         iteration: optimizer steps done.
         best_val_loss: lowest validation loss so far, in nats.
         skipped_steps: steps without an update so far, because their gradient was not finite.
+        skipped_in_a_row: how many of them were the last ones.
     """
 
     config: Config
@@ -46,6 +47,7 @@ class Job:
     iteration: int = 0
     best_val_loss: float = math.inf
     skipped_steps: int = 0
+    skipped_in_a_row: int = 0
 
     @property
     def is_rank_zero(self) -> bool:
@@ -65,6 +67,16 @@ class Job:
     def tokens_per_step(self) -> int:
         """Tokens that one optimizer step trains on, over all ranks."""
         return self.config.data.batch_size * self.config.model.max_seq_len
+
+    @property
+    def progress(self) -> dict[str, int | float]:
+        """How far the run is, as a checkpoint holds it."""
+        return {
+            "iteration": self.iteration,
+            "best_val_loss": self.best_val_loss,
+            "skipped_steps": self.skipped_steps,
+            "skipped_in_a_row": self.skipped_in_a_row,
+        }
 
     def say(self, line: str) -> None:
         """Print a line, once for all ranks."""

@@ -16,32 +16,34 @@ from torch import Tensor
 from dist.collectives import all_reduce_sum
 from training.hardware import peak_flops, peak_memory_gb
 from training.job import Job
+from training.run_folder import RunFolder
 
 
 class Metrics:
     """Writer of all measurements, or of nothing on ranks other than 0.
 
+    What cannot be written, on a full disk, is said once and does not stop the training.
+
     Args:
-        jsonl: path of metrics.jsonl.
-        tensorboard: folder of the event files.
+        folder: of the run.
         last_iteration: steps that are done already; later entries are dropped.
         is_active: False makes every method do nothing.
     """
 
-    def __init__(
-        self, jsonl: Path, tensorboard: Path, last_iteration: int, is_active: bool
-    ) -> None:
+    def __init__(self, folder: RunFolder, last_iteration: int, is_active: bool) -> None:
         self._file = None
         self._board = None
+        self._failed = False
         if is_active:
             # Imported here: it takes a second that ranks without a writer need not spend.
             from torch.utils.tensorboard import SummaryWriter
 
-            keep_until(jsonl, last_iteration)
-            self._file = open(jsonl, "a", encoding="utf-8")  # noqa: SIM115
+            # A run that starts at 0 validates at 0: of an earlier start there nothing is kept.
+            keep_until(folder.metrics, last_iteration or -1)
+            self._file = open(folder.metrics, "a", encoding="utf-8")  # noqa: SIM115
             # purge_step tells TensorBoard to forget what an earlier process wrote from there on.
-            purge = last_iteration + 1 if last_iteration else None
-            self._board = SummaryWriter(str(tensorboard), purge_step=purge)
+            purge = last_iteration + 1 if last_iteration else 0
+            self._board = SummaryWriter(str(folder.tensorboard), purge_step=purge)
 
     def log(self, iteration: int, **values: float) -> None:
         """Write values of one step to both files, under their names."""
@@ -49,21 +51,33 @@ class Metrics:
             return
         # JSON has no NaN: a value that is not finite is written as its name.
         plain = {k: v if math.isfinite(v) else str(v) for k, v in values.items()}
-        self._file.write(json.dumps({"iteration": iteration, **plain}) + "\n")
-        self._file.flush()
-        for name, value in values.items():
-            self._board.add_scalar(name, value, iteration)
+        with self._kept_going():
+            self._file.write(json.dumps({"iteration": iteration, **plain}) + "\n")
+            self._file.flush()
+            for name, value in values.items():
+                self._board.add_scalar(name, value, iteration)
 
     def flush(self) -> None:
-        """Bring all to the disk; done before a checkpoint, which must not be ahead of it."""
+        """Hand all to the operating system; done before a checkpoint, which must not be ahead."""
         if self._board is not None:
-            self._board.flush()
+            with self._kept_going():
+                self._board.flush()
 
     def close(self) -> None:
         """Flush and close both files."""
         if self._file is not None and self._board is not None:
-            self._file.close()
-            self._board.close()
+            with self._kept_going():
+                self._file.close()
+                self._board.close()
+
+    @contextmanager
+    def _kept_going(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if not self._failed:
+                print(f"measurements are not written: {error}; the training goes on", flush=True)
+            self._failed = True
 
 
 class StepClock:
@@ -120,7 +134,7 @@ def introduce(job: Job) -> None:
 
 
 def show_progress(
-    job: Job, metrics: Metrics, clock: StepClock, loss: Tensor, grad_norm: float, lr: float
+    job: Job, metrics: Metrics, clock: StepClock, loss: Tensor, grad_norm: float
 ) -> None:
     """Log and print one step; every rank must call it.
 
@@ -130,14 +144,13 @@ def show_progress(
         clock: of the training steps.
         loss: this rank's mean loss; shown is the mean over all ranks.
         grad_norm: before clipping.
-        lr: of this step.
     """
     mean_loss = all_reduce_sum(loss / job.world.world_size).item()
     seconds = clock.seconds_per_step()
     tokens_per_second = job.tokens_per_step / seconds
     values = {
         "loss_train": mean_loss,
-        "lr": lr,
+        "lr": job.optimizer.param_groups[0]["lr"],
         "grad_norm": grad_norm,
         "tokens_per_second": tokens_per_second,
         "seconds_per_step": seconds,
@@ -151,13 +164,13 @@ def show_progress(
     job.say(_progress_line(job, values))
 
 
-def show_validation(job: Job, metrics: Metrics, val_loss: float) -> None:
+def show_validation(job: Job, metrics: Metrics, val_loss: float, is_best: bool) -> None:
     """Log and print a validation loss in nats and its perplexity."""
     perplexity = math.exp(val_loss) if val_loss < 700 else math.inf
     metrics.log(job.iteration, val_loss=val_loss, val_perplexity=perplexity)
     job.say(
         f"step {job.iteration}: validation loss {val_loss:.4f}, perplexity {perplexity:,.2f}"
-        f"{'  (best so far)' if val_loss < job.best_val_loss and job.iteration else ''}"
+        f"{'  (best so far)' if is_best else ''}"
     )
 
 

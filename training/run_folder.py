@@ -11,12 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from training.checkpoint import (
+    HALF_WRITTEN,
     CheckpointError,
     checkpoint_path,
+    copy_whole,
     delete_old,
     load_checkpoint,
     numbered_checkpoints,
     save,
+    verify,
 )
 from training.command_line import CommandLineError
 
@@ -41,8 +44,8 @@ class RunFolder:
     def choose_checkpoint(self, resume: str | None) -> str | None:
         """The checkpoint to go on from, or None for a fresh start.
 
-        With "auto" a newest checkpoint that cannot be read is reported, and the one before it
-        is taken. A path that is given is taken or refused.
+        With "auto" it is the one of most steps, best.pt included. One that is damaged is reported
+        and the one before it is taken. A path that is given is taken or refused.
 
         Raises:
             CheckpointError: the given checkpoint, or every one in the folder, cannot be read.
@@ -50,12 +53,12 @@ class RunFolder:
         if resume is None:
             return None
         if resume != "auto":
-            load_checkpoint(resume)
+            verify(Path(resume))
             return resume
-        found = numbered_checkpoints(self.checkpoints)
+        found = self._found()
         for _, path in reversed(found):
             try:
-                load_checkpoint(path)
+                verify(path)
                 return str(path)
             except CheckpointError as error:
                 print(f"not resumed from: {error}", flush=True)
@@ -63,60 +66,77 @@ class RunFolder:
             raise CheckpointError(f"no checkpoint in {self.checkpoints} can be read")
         return None
 
-    def claim(self, resume_iteration: int | None, overwrite: bool) -> None:
+    def claim(self, resumed_from: str | None, iteration: int, overwrite: bool) -> None:
         """Make the folder this run's own.
 
         Args:
-            resume_iteration: steps that are done already; None for a fresh start.
+            resumed_from: the checkpoint that the run goes on from; None for a fresh start.
+            iteration: steps that are done already.
             overwrite: delete the run that the folder holds.
 
         Raises:
-            CommandLineError: the folder holds a run and neither resume nor overwrite is given, or
-                it cannot be created.
+            CommandLineError: the folder holds another run than the one that goes on and overwrite
+                is not given, or it cannot be created.
         """
-        found = numbered_checkpoints(self.checkpoints)
-        if resume_iteration is None and found and not overwrite:
+        found = self._found()
+        goes_on = resumed_from is not None and self._holds(Path(resumed_from))
+        if found and not goes_on and not overwrite:
             raise CommandLineError(
-                f"{self.path} holds a run of {found[-1][0]} iterations: go on with --resume auto, "
-                "start anew with --overwrite true, or choose another --out_dir"
+                f"{self.path} holds a run of {found[-1][0]} steps: go on with --resume auto, "
+                "start anew with --overwrite, or choose another --out_dir"
             )
         try:
-            if resume_iteration is None:
+            if not goes_on:
                 self._delete_run()
             self.checkpoints.mkdir(parents=True, exist_ok=True)
-            self._set_aside_after(resume_iteration)
+            for half_written in self.checkpoints.glob(f".*{HALF_WRITTEN}"):
+                half_written.unlink()
+            for number, path in found if goes_on else []:
+                # After a resume from an older one, the later ones belong to another history.
+                if number > iteration:
+                    path.rename(path.with_name(path.name + ".superseded"))
+                    print(f"set aside {path}: later than {resumed_from}", flush=True)
         except OSError as error:
             raise CommandLineError(f"cannot use out_dir {self.path}: {error}") from error
 
     def save(self, checkpoint: Mapping[str, Any], is_best: bool, is_due: bool) -> str | None:
-        """Write best.pt, the numbered checkpoint of this iteration, or both.
+        """Write the numbered checkpoint of this iteration, best.pt, or both.
 
         Returns:
             None, or why it could not be written. The training can go on: the files that were
             there are still there.
         """
         iteration = checkpoint["iteration"]
+        numbered = checkpoint_path(self.checkpoints, iteration)
         try:
-            if is_best:
+            if is_due:
+                save(checkpoint, numbered)
+            if is_best and is_due:
+                copy_whole(numbered, self.best)
+            elif is_best:
                 save(checkpoint, self.best)
             if is_due:
-                save(checkpoint, checkpoint_path(self.checkpoints, iteration))
                 delete_old(self.checkpoints, self.keep_checkpoints)
         except OSError as error:
             return f"checkpoint of step {iteration} not saved: {error}"
         return None
+
+    def _found(self) -> list[tuple[int, Path]]:
+        """All checkpoints in the folder with their iterations, in this order."""
+        found: list[tuple[int, Path]] = []
+        if self.best.exists():
+            try:
+                found.append((load_checkpoint(self.best)["iteration"], self.best))
+            except CheckpointError as error:
+                print(f"passed over: {error}", flush=True)
+        # Stable: of two with one iteration the numbered one comes last.
+        return sorted([*found, *numbered_checkpoints(self.checkpoints)], key=lambda pair: pair[0])
+
+    def _holds(self, checkpoint: Path) -> bool:
+        return checkpoint.resolve().parent == self.checkpoints.resolve()
 
     def _delete_run(self) -> None:
         for folder in (self.checkpoints, self.tensorboard):
             if folder.exists():
                 shutil.rmtree(folder)
         self.metrics.unlink(missing_ok=True)
-
-    def _set_aside_after(self, iteration: int | None) -> None:
-        """After a resume from an older checkpoint the later ones belong to another history."""
-        if iteration is None:
-            return
-        for number, path in numbered_checkpoints(self.checkpoints):
-            if number > iteration:
-                path.rename(path.with_name(path.name + ".superseded"))
-                print(f"set aside {path}: later than the checkpoint resumed from", flush=True)

@@ -1,6 +1,7 @@
 """Checkpoints: complete or absent, self-contained, safe to read, true to the bit."""
 
 import math
+import os
 import pickle
 import random
 from pathlib import Path
@@ -15,14 +16,17 @@ from optim.adamw import AdamW
 from training.checkpoint import (
     CheckpointError,
     changes,
+    check_data_order,
     check_tokenizer,
     checkpoint_path,
     collect,
+    copy_whole,
     delete_old,
     load_checkpoint,
     numbered_checkpoints,
     restore,
     save,
+    verify,
 )
 
 ALONE = World(0, 0, 1, torch.device("cpu"))
@@ -61,8 +65,12 @@ def collected(model, optimizer, iteration: int = 3) -> dict:
     return collect(
         model=model,
         optimizer=optimizer,
-        iteration=iteration,
-        best_val_loss=math.inf,
+        progress={
+            "iteration": iteration,
+            "best_val_loss": math.inf,
+            "skipped_steps": 0,
+            "skipped_in_a_row": 0,
+        },
         config={"d_model": 3, "d_ff": None},
         tokenizer_json="{}",
     )
@@ -178,6 +186,43 @@ def test_a_truncated_checkpoint_is_refused(tmp_path):
     for length in (0, 10, len(whole) // 2, len(whole) - 1):
         path.write_bytes(whole[:length])
         assert str(path) in refused(path)
+
+
+def test_damage_inside_a_file_of_full_length_is_found(tmp_path):
+    path = saved(tmp_path)
+    verify(path)
+    whole = bytearray(path.read_bytes())
+    moment = load_checkpoint(path)["optimizer"]["embedding.weight"]["exp_avg"]
+    place = whole.find(moment.numpy().tobytes())
+    assert place > 0
+    whole[place] ^= 1  # one bit
+    path.write_bytes(whole)
+    with pytest.raises(CheckpointError, match="damaged"):
+        verify(path)
+
+
+def test_a_second_name_of_a_file_is_the_file_whole(tmp_path, monkeypatch):
+    path = saved(tmp_path)
+    copy_whole(path, tmp_path / "best.pt")
+    monkeypatch.setattr(os, "link", raise_no_links)
+    copy_whole(path, tmp_path / "copied.pt")
+    names = sorted(other.name for other in tmp_path.iterdir())
+    assert names == ["best.pt", "ckpt.pt", "copied.pt"]
+    assert len({(tmp_path / name).read_bytes() for name in names}) == 1
+
+
+def raise_no_links(*_) -> None:
+    raise OSError("no links here")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("seed", 2), ("batch_size", 16), ("max_seq_len", 9), ("epochs", 1.0)]
+)
+def test_what_would_change_the_order_of_the_data_is_refused(name, value):
+    before = {"seed": 1, "batch_size": 8, "max_seq_len": 4, "epochs": None, "lr_max": 0.1}
+    check_data_order(before, before | {"lr_max": 0.2})
+    with pytest.raises(CheckpointError, match=name):
+        check_data_order(before, before | {name: value})
 
 
 def test_a_file_that_wants_to_run_code_is_refused_and_runs_none(tmp_path):

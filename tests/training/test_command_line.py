@@ -24,6 +24,8 @@ class Section:
     """How much; none: no limit."""
     preset: str | None = None
     """Named values."""
+    is_loud: bool = False
+    """Whether it is loud."""
 
 
 def parse(*argv: str) -> Section:
@@ -61,6 +63,21 @@ def test_a_float_may_be_written_with_an_exponent_or_as_an_integer(tmp_path):
     file = tmp_path / "options.yaml"
     file.write_text("rate: 1e-3\n")
     assert parse("--config", str(file)).rate == 0.001
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (["--is_loud"], True),
+        (["--is_loud", "--width", "3"], True),
+        (["--is_loud", "True"], True),
+        (["--is_loud=false"], False),
+        (["--is_loud", "FALSE"], False),
+        ([], False),
+    ],
+)
+def test_a_switch_may_stand_alone_or_with_a_value(argv, expected):
+    assert parse(*argv).is_loud is expected
 
 
 @pytest.mark.parametrize("argv", [["--widht", "3"], ["--widht=3"]])

@@ -6,6 +6,11 @@ import math
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from training.metrics import Metrics, duration, keep_until
+from training.run_folder import RunFolder
+
+
+def folder_of(path) -> RunFolder:
+    return RunFolder(str(path), keep_checkpoints=1)
 
 
 def lines_of(path) -> list[dict]:
@@ -13,7 +18,7 @@ def lines_of(path) -> list[dict]:
 
 
 def write_steps(tmp_path, done: int, steps: range, offset: float) -> None:
-    metrics = Metrics(tmp_path / "metrics.jsonl", tmp_path / "board", done, is_active=True)
+    metrics = Metrics(folder_of(tmp_path), done, is_active=True)
     for step in steps:
         metrics.log(step, loss_train=step + offset)
     metrics.close()
@@ -28,7 +33,7 @@ def test_a_resumed_run_continues_both_files_without_a_double_or_a_gap(tmp_path):
     assert [entry["iteration"] for entry in entries] == list(range(1, 21))
     assert [entry["loss_train"] for entry in entries] == expected
 
-    board = EventAccumulator(str(tmp_path / "board")).Reload()
+    board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     events = board.Scalars("loss_train")
     assert [event.step for event in events] == list(range(1, 21))
     assert [event.value for event in events] == expected
@@ -42,7 +47,7 @@ def test_a_line_that_a_kill_left_unfinished_is_dropped(tmp_path):
 
 
 def test_a_loss_that_is_not_finite_is_written_as_json_that_others_can_read(tmp_path):
-    metrics = Metrics(tmp_path / "metrics.jsonl", tmp_path / "board", 0, is_active=True)
+    metrics = Metrics(folder_of(tmp_path), 0, is_active=True)
     metrics.log(1, loss_train=math.nan, grad_norm=math.inf)
     metrics.close()
     assert lines_of(tmp_path / "metrics.jsonl") == [
@@ -51,7 +56,7 @@ def test_a_loss_that_is_not_finite_is_written_as_json_that_others_can_read(tmp_p
 
 
 def test_ranks_that_do_not_write_leave_nothing(tmp_path):
-    metrics = Metrics(tmp_path / "metrics.jsonl", tmp_path / "board", 0, is_active=False)
+    metrics = Metrics(folder_of(tmp_path), 0, is_active=False)
     metrics.log(1, loss_train=1.0)
     metrics.flush()
     metrics.close()
@@ -60,3 +65,14 @@ def test_ranks_that_do_not_write_leave_nothing(tmp_path):
 
 def test_durations_read_as_clock_times():
     assert [duration(s) for s in (5, 65, 7384)] == ["0:05", "1:05", "2:03:04"]
+
+
+def test_a_full_disk_stops_the_measurements_and_not_the_training(tmp_path, capsys):
+    metrics = Metrics(folder_of(tmp_path), 0, is_active=True)
+    metrics._file = open("/dev/full", "w")  # noqa: SIM115
+    for step in (1, 2):
+        metrics.log(step, loss_train=1.0)
+        metrics.flush()
+    said = capsys.readouterr().out
+    assert said.count("measurements are not written") == 1
+    assert "No space left on device" in said
