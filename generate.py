@@ -25,7 +25,8 @@ from dist.process_group import Device
 from model.config import ModelConfig, ModelConfigError
 from model.sampling import SamplingOptions, generate, window_start
 from model.transformer import Transformer
-from training.checkpoint import CheckpointError, load_checkpoint, load_weights
+from training.checkpoint import load_weights
+from training.checkpoint_file import CheckpointError, load_checkpoint
 from training.command_line import CommandLineError, build, parse_options, run
 
 SEPARATOR = "-" * 80 + "\n"

@@ -37,7 +37,7 @@ from optim.clip import clip_grad_norm
 from optim.schedule import learning_rate, set_learning_rate
 from prepare import prepare_default_corpus
 from training import checkpoint
-from training.checkpoint import CheckpointError
+from training.checkpoint_file import CheckpointError, load_checkpoint
 from training.command_line import run
 from training.config import DEFAULT_DATA_DIR, Config, check, load_config, with_length, write_config
 from training.evaluate import evaluate
@@ -283,7 +283,7 @@ def resume_or_start(job: Job) -> None:
     config, folder, world = job.config, job.folder, job.world
     path = world.on_rank_zero(partial(folder.choose_checkpoint, config.run.resume))
     if path is not None:
-        saved = checkpoint.load_checkpoint(path)
+        saved = load_checkpoint(path)
         checkpoint.check_tokenizer(saved, job.data.tokenizer_json)
         checkpoint.check_data_order(saved["config"], config.to_dict())
         checkpoint.restore(

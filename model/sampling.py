@@ -1,6 +1,6 @@
 """From logits to text, token by token: choosing a token, and the loop with the cache.
 
-Promise 7 is kept here: with the cache or without, alone or in a batch, a prompt is continued by
+One promise is kept here: with the cache or without, alone or in a batch, a prompt is continued by
 the same tokens, whatever its length. Two rules make that so. A row's positions count its own
 tokens, so what stands beside it in the batch cannot move them. And which tokens the model sees
 is a function of the row's length alone (`window_start`), never of how the loop got there.

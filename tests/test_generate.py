@@ -23,7 +23,7 @@ from model.config import ModelConfigError
 from model.sampling import SamplingOptions
 from model.transformer import Transformer
 from tests.model.small_models import lively_model
-from training.checkpoint import FORMAT_VERSION, CheckpointError
+from training.checkpoint_file import FORMAT_VERSION, CheckpointError
 from training.command_line import CommandLineError
 
 CONTEXT = 32

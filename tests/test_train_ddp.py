@@ -1,4 +1,4 @@
-"""The training job as a whole: DESIGN's promises 1 and 5, and what it says to bad input."""
+"""The training job as a whole: one curve, exact resume, and one clear line for bad input."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ from tests.harness import (
     start_torchrun,
 )
 from tests.tiny import TINY, curve, flags, metrics_of, run_main, train, write_corpus
-from training.checkpoint import load_checkpoint
+from training.checkpoint_file import load_checkpoint
 
 
 @pytest.fixture(scope="session")
@@ -74,7 +74,7 @@ def error_of(world_size: int, data_dir: Path, out_dir: Path, **options) -> str:
     return failures[0].message
 
 
-# Promise 1: one curve.
+# One curve.
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def test_epochs_train_on_every_window_in_turn(tmp_path, data_dir):
     assert len(curve(entries)) < 50
 
 
-# Promise 5: exact resume.
+# Exact resume.
 
 
 @pytest.mark.parametrize(("world_size", "shard"), [(1, "false"), (2, "true")])

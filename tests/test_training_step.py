@@ -26,7 +26,7 @@ from model.config import ModelConfig
 from model.transformer import Transformer
 from tests.harness import DistributedError, run_distributed
 from tests.tiny import TINY, curve, flags, metrics_of, run_main, train, write_corpus
-from training.checkpoint import load_checkpoint
+from training.checkpoint_file import load_checkpoint
 
 CONTEXT, BATCH_SIZE = 64, 8  # the first is that of the preset that TINY names
 # No value is a default, and each changes the numbers. A large eps makes AdamW feel the size of a

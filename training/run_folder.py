@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from training.checkpoint import (
+from training.checkpoint_file import (
     HALF_WRITTEN,
     CheckpointError,
     checkpoint_path,

@@ -1,4 +1,4 @@
-"""Choosing a token by the law that the options describe, and promise 7.
+"""Choosing a token by the law that the options describe, and one text with the cache or without it.
 
 The reference of every generation test is the plain rule: forward the row's window alone, without
 cache, and read the logits after its last token.

@@ -14,17 +14,19 @@ from torch import nn
 from dist.process_group import World, set_random_seed
 from optim.adamw import AdamW
 from training.checkpoint import (
-    CheckpointError,
     changes,
     check_data_order,
     check_tokenizer,
-    checkpoint_path,
     collect,
+    restore,
+)
+from training.checkpoint_file import (
+    CheckpointError,
+    checkpoint_path,
     copy_whole,
     delete_old,
     load_checkpoint,
     numbered_checkpoints,
-    restore,
     save,
     verify,
 )
