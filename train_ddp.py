@@ -285,6 +285,7 @@ def resume_or_start(job: Job) -> None:
     if path is not None:
         saved = load_checkpoint(path)
         checkpoint.check_tokenizer(saved, job.data.tokenizer_json)
+        checkpoint.check_architecture(saved["config"], config.to_dict())
         checkpoint.check_data_order(saved["config"], config.to_dict())
         checkpoint.restore(
             saved, model=job.model, optimizer=job.optimizer, world=world, seed=config.run.seed

@@ -273,6 +273,27 @@ def test_a_batch_of_another_size_is_refused_on_resume(tmp_path, data_dir):
     assert "batch_size 8 -> 4: this would change which text each step trains on" in message
 
 
+@pytest.mark.parametrize(
+    "options", [{"num_heads": 4}, {"tie_weights": "true"}, {"rope_theta": 500.0}]
+)
+def test_a_model_that_would_read_the_weights_otherwise_is_refused(tmp_path, data_dir, options):
+    train(1, data_dir, tmp_path / "run", iterations=2, qk_norm="false")
+    options = {"qk_norm": "false", "resume": "auto", **options}
+    message = error_of(1, data_dir, tmp_path / "run", **options)
+    assert "another model's" in message
+
+
+def test_a_fresh_start_deletes_nothing_that_no_run_wrote(tmp_path, data_dir):
+    foreign = [tmp_path / "run" / name for name in ("checkpoints", "tensorboard", ".")]
+    for folder in foreign:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "mine.st").write_text("mine")
+    for overwrite in ("false", "true"):
+        train(1, data_dir, tmp_path / "run", iterations=1, overwrite=overwrite)
+        assert all((folder / "mine.st").read_text() == "mine" for folder in foreign)
+    assert len(list((tmp_path / "run" / "tensorboard").glob("events*"))) == 1
+
+
 def test_what_a_killed_save_left_is_cleared_away(tmp_path, data_dir):
     train(1, data_dir, tmp_path / "run", iterations=5)
     left = tmp_path / "run" / "checkpoints" / ".ckpt_00000010.pt.4711.tmp"

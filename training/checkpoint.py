@@ -20,6 +20,8 @@ from dist.process_group import World, set_random_seed
 from dist.sharded_optimizer import NamedState, ShardedOptimizer
 from training.checkpoint_file import FORMAT_VERSION, CheckpointError
 
+# Options that the shapes of weights need not show, and that change what the weights mean.
+READING = ("num_heads", "num_kv_heads", "qk_norm", "tie_weights", "rope_theta", "norm_eps")
 # Options that fix which windows a step trains on.
 DATA_ORDER = ("seed", "batch_size", "max_seq_len")
 
@@ -106,6 +108,20 @@ def check_tokenizer(checkpoint: Mapping[str, Any], tokenizer_json: str) -> None:
             "the data folder was prepared with another tokenizer than the checkpoint's: "
             "give the data_dir that it was trained on"
         )
+
+
+def check_architecture(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Refuse a model that would read the checkpoint's weights in another way.
+
+    Raises:
+        CheckpointError: names each such option with both values.
+    """
+    different = [name for name in READING if before.get(name, now[name]) != now[name]]
+    if different:
+        said = ", ".join(
+            f"{name} is {before[name]} there and {now[name]} here" for name in different
+        )
+        raise CheckpointError(f"the checkpoint is another model's: {said}")
 
 
 def check_data_order(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:

@@ -203,6 +203,8 @@ def check(config: Config, world_size: int) -> None:
         problems.append(f"epochs is {schedule.epochs}, it must be above 0")
     if schedule.lr_min is not None and schedule.lr_min > schedule.lr_max:
         problems.append(f"lr_min {schedule.lr_min} is above lr_max {schedule.lr_max}")
+    if not run.out_dir:
+        problems.append("out_dir is empty: name a folder")
     if run.seed >= 2**63:
         problems.append(f"seed is {run.seed}, it must be below 2^63")
     for name in ("max_norm", "eps"):

@@ -5,7 +5,6 @@
 Only rank 0 looks at the disk or writes to it; what it decides, all ranks do.
 """
 
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,16 @@ from training.checkpoint_file import (
     verify,
 )
 from training.command_line import CommandLineError
+
+# What a run leaves behind, by folder.
+RUN_FILES = (
+    ("checkpoints", "ckpt_*.pt"),
+    ("checkpoints", "ckpt_*.pt.superseded"),
+    ("checkpoints", "best.pt"),
+    ("checkpoints", "best.pt.superseded"),
+    ("tensorboard", "events.out.tfevents.*"),
+    (".", "metrics.jsonl"),
+)
 
 
 class RunFolder:
@@ -136,7 +145,7 @@ class RunFolder:
         return checkpoint.resolve().parent == self.checkpoints.resolve()
 
     def _delete_run(self) -> None:
-        for folder in (self.checkpoints, self.tensorboard):
-            if folder.exists():
-                shutil.rmtree(folder)
-        self.metrics.unlink(missing_ok=True)
+        """Delete what a run writes, and nothing else that may lie in the folder."""
+        for folder, pattern in RUN_FILES:
+            for path in (self.path / folder).glob(pattern):
+                path.unlink()
