@@ -135,7 +135,7 @@ def test_a_run_is_that_of_torchs_own_classes_in_one_process_and_one_piece(
     expected = plain[tie_weights]
     assert curve(entries, "lr") == pytest.approx(expected["lr"], rel=1e-12)
     assert curve(entries) == pytest.approx(expected["loss_train"], rel=2e-5)
-    assert curve(entries, "grad_norm") == pytest.approx(expected["grad_norm"], rel=1e-4)
+    assert curve(entries, "grad_norm") == pytest.approx(expected["grad_norm"], rel=2e-5)
     saved = saved_at(tmp_path / "run", STEPS)
     assert saved["model"].keys() == expected["model"].keys()
     for name, tensor in saved["model"].items():
@@ -191,8 +191,10 @@ def test_an_epoch_trains_on_every_window_once_and_fills_the_last_batch_from_the_
     read = Counter(row for rows_of_steps in by_rank for rows in rows_of_steps for row in rows)
     assert set(read) == set(windows)
     assert sorted(read.values()) == [1] * (len(windows) - wrapped) + [2] * wrapped
-    last = Counter(row for rows_of_steps in by_rank for row in rows_of_steps[-1])
-    assert {row for row, times in read.items() if times == 2} <= set(last)
+    first, last = ({row for rows in by_rank for row in rows[step]} for step in (0, -1))
+    twice = {row for row, times in read.items() if times == 2}
+    assert twice <= last
+    assert not twice <= first  # the next epoch has an order of its own
 
 
 # A step whose gradient is not finite, on one rank of two.
@@ -368,8 +370,12 @@ def test_a_resumed_run_does_not_take_a_worse_model_for_its_best(tmp_path, data_d
 
 
 def main_with_a_peak(argv: list[str], peak: float) -> None:
-    """The run on a device whose peak rate is known."""
-    with mock.patch("training.metrics.peak_flops", return_value=peak):
+    """The run on a device whose peak rate in float32 is known."""
+
+    def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+        return peak if (device.type, dtype) == ("cpu", torch.float32) else None
+
+    with mock.patch("training.metrics.peak_flops", peak_flops):
         run_main(argv)
 
 
