@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Options, model, prompts, generation, and how it ended."""
     options = parse_options(
         (SamplingOptions, GenerateOptions),
-        description="Continue texts with a trained model.",
+        description=__doc__ or "",
         argv=_options_first(sys.argv[1:] if argv is None else argv),
         positionals=_add_positionals,
     )
@@ -82,7 +82,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _load_model(path: str, device: torch.device) -> tuple[Transformer, Tokenizer]:
     checkpoint = load_checkpoint(path)
     tokenizer = Tokenizer.from_json(checkpoint["tokenizer"])
-    model = Transformer(build(ModelConfig, checkpoint["config"]).resolve(tokenizer.vocab_size))
+    config = checkpoint["config"]
+    if missing := [field.name for field in fields(ModelConfig) if field.name not in config]:
+        raise CheckpointError(f"{path} does not say the model's {', '.join(missing)}")
+    model = Transformer(build(ModelConfig, config).resolve(tokenizer.vocab_size))
     load_weights(checkpoint, model)
     return model.to(device).eval(), tokenizer
 

@@ -10,7 +10,6 @@ and options give the same token files, byte for byte.
 """
 
 import dataclasses
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,6 +28,7 @@ from data.sample import spread_sample
 from data.token_writer import token_dtype
 from data.tokenizer import Tokenizer, character_tokenizer, train_bpe
 from training.command_line import build, parse_options, run
+from training.console import say
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class PrepareConfig:
 
 def main() -> None:
     """Read the options and prepare."""
-    options = parse_options([PrepareConfig], description="Make token files of texts.")
+    options = parse_options([PrepareConfig], description=__doc__ or "")
     prepare(build(PrepareConfig, options))
 
 
@@ -172,13 +172,7 @@ def _summarize(
     if not report.replaced:
         del lines["replaced"]
     for name, value in lines.items():
-        _say(f"{name:12}{value}")
-
-
-def _say(line: str) -> None:
-    """Print a line; what the terminal cannot show of a path is escaped."""
-    encoding = sys.stdout.encoding or "utf-8"
-    print(line.encode(encoding, "backslashreplace").decode(encoding))
+        say(f"{name:12}{value}")
 
 
 @contextmanager

@@ -39,7 +39,15 @@ from prepare import prepare_default_corpus
 from training import checkpoint
 from training.checkpoint_file import CheckpointError, load_checkpoint
 from training.command_line import run
-from training.config import DEFAULT_DATA_DIR, Config, check, load_config, with_length, write_config
+from training.config import (
+    DEFAULT_DATA_DIR,
+    Config,
+    ScheduleConfig,
+    check,
+    load_config,
+    with_length,
+    write_config,
+)
 from training.evaluate import evaluate
 from training.hardware import autocast, resolve_dtype
 from training.job import Job
@@ -62,6 +70,7 @@ def main() -> None:
     data = open_data(config, world)
     config = replace(config, model=config.model.resolve(data.vocab_size))
     config = with_dtype(config, world)
+    schedule = config.schedule
     config, windows, val_windows = make_windows(config, data)
 
     set_random_seed(config.run.seed, world.rank)
@@ -78,7 +87,7 @@ def main() -> None:
         folder=RunFolder(config.run.out_dir, config.run.keep_checkpoints),
         dtype=getattr(torch, config.device.dtype),
     )
-    resume_or_start(job)
+    resume_or_start(job, schedule)
     introduce(job)
     train(job)
     shut_down(world)
@@ -278,8 +287,13 @@ def make_optimizer(config: Config, model: Transformer) -> torch.optim.Optimizer:
     return AdamW(groups, lr=lr, betas=betas, eps=eps)
 
 
-def resume_or_start(job: Job) -> None:
-    """Go on from the checkpoint that the configuration asks for, or claim a fresh folder."""
+def resume_or_start(job: Job, schedule: ScheduleConfig) -> None:
+    """Go on from the checkpoint that the configuration asks for, or claim a fresh folder.
+
+    Args:
+        job: the run, fresh.
+        schedule: as the user gave it.
+    """
     config, folder, world = job.config, job.folder, job.world
     path = world.on_rank_zero(partial(folder.choose_checkpoint, config.run.resume))
     if path is not None:
@@ -295,8 +309,13 @@ def resume_or_start(job: Job) -> None:
         job.say(f"resumed from {path} after {job.iteration} steps")
         for change in checkpoint.changes(saved["config"], config.to_dict()):
             job.say(f"  changed since: {change}")
-    world.on_rank_zero(partial(folder.claim, path, job.iteration, config.run.overwrite))
-    world.on_rank_zero(partial(write_config, config, folder.config))
+    has_best = world.on_rank_zero(partial(folder.claim, path, job.iteration, config.run.overwrite))
+    if not has_best:  # what was best lies in another folder, or came later: find one here
+        job.best_val_loss = math.inf
+    if not (path is not None and job.is_last):
+        # As it was asked for: filled in, a longer run made of this file would keep this one's ends.
+        asked_for = replace(config, schedule=schedule)
+        world.on_rank_zero(partial(write_config, asked_for, folder.config))
 
 
 if __name__ == "__main__":

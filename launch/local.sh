@@ -26,15 +26,8 @@ case ${1-} in
     ;;
 esac
 
-gpus=$(number_of_gpus)
-processes=$((gpus > 0 ? gpus : 1))
-if [[ ${1-} =~ ^[0-9]+$ ]]; then
-    processes=$((10#$1))
-    shift
-fi
-((processes > 0)) || fail "0 processes cannot train: give 1 or more"
-command -v torchrun >/dev/null ||
-    fail "torchrun is not on PATH: activate the environment that requirements.txt went into"
+choose_processes "${1-}"
+[[ ! ${1-} =~ ^[0-9]+$ ]] || shift
 
 set_threads "$processes"
 echo "local.sh: $processes process(es), $OMP_NUM_THREADS thread(s) each; GPUs here: $gpus"

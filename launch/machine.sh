@@ -30,6 +30,18 @@ number_of_gpus() {
     echo "$count"
 }
 
+# Set `processes` to the number given first, else to the GPUs here, else 1; `gpus` counts those.
+choose_processes() {
+    gpus=$(number_of_gpus)
+    processes=$((gpus > 0 ? gpus : 1))
+    if [[ ${1-} =~ ^[0-9]+$ ]]; then
+        processes=$((10#$1))
+    fi
+    ((processes > 0)) || fail "0 processes cannot train: give 1 or more"
+    command -v torchrun >/dev/null ||
+        fail "torchrun is not on PATH: activate the environment that requirements.txt went into"
+}
+
 # Share the cores among the processes of this machine. Left alone, torchrun gives each process one
 # thread, and plain Python gives each all of them.
 set_threads() {

@@ -39,15 +39,8 @@ if [[ $head =~ ^([^:]+):([0-9]+)$ ]]; then
     head=${BASH_REMATCH[1]} port=${BASH_REMATCH[2]}
 fi
 
-gpus=$(number_of_gpus)
-processes=$((gpus > 0 ? gpus : 1))
-if [[ ${1-} =~ ^[0-9]+$ ]]; then
-    processes=$((10#$1))
-    shift
-fi
-((processes > 0)) || fail "0 processes cannot train: give 1 or more"
-command -v torchrun >/dev/null ||
-    fail "torchrun is not on PATH: activate the environment that requirements.txt went into"
+choose_processes "${1-}"
+[[ ! ${1-} =~ ^[0-9]+$ ]] || shift
 
 set_threads "$processes"
 echo "multinode.sh: machine $node_rank of $nodes, meeting at $head:$port;" \

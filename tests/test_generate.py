@@ -447,6 +447,14 @@ def test_a_checkpoint_that_lacks_a_weight_is_refused(tmp_path, trained):
         main([str(tmp_path / "model.pt"), "the cat"])
 
 
+def test_a_checkpoint_that_does_not_say_the_models_shape_is_refused(tmp_path, trained):
+    checkpoint = torch.load(trained.path, weights_only=True)
+    del checkpoint["config"]["qk_norm"]
+    torch.save(checkpoint, tmp_path / "model.pt")
+    with pytest.raises(CheckpointError, match="does not say the model's qk_norm"):
+        main([str(tmp_path / "model.pt"), "the cat"])
+
+
 def start_script(*arguments: str | bytes | Path, **variables: str) -> subprocess.Popen:
     # Output is buffered, as it is where nobody asked for anything else.
     usual = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": ""}

@@ -213,7 +213,29 @@ def test_a_run_resumed_at_another_world_size_follows_the_same_curve(
 
 def test_resuming_a_finished_run_does_nothing(tmp_path, data_dir):
     before = train(1, data_dir, tmp_path / "run")
-    assert train(1, data_dir, tmp_path / "run", resume="auto") == before
+    saved = (tmp_path / "run" / "config.yaml").read_text()
+    for iterations in (20, 5):
+        options = {"resume": "auto", "iterations": iterations}
+        assert train(1, data_dir, tmp_path / "run", **options) == before
+    assert (tmp_path / "run" / "config.yaml").read_text() == saved
+
+
+def test_a_longer_run_made_of_a_saved_configuration_has_its_own_schedule(tmp_path, data_dir):
+    options = {"warmup_iters": "null"}
+    train(1, data_dir, tmp_path / "short", iterations=4, **options)
+    saved = tmp_path / "short" / "config.yaml"
+    argv = flags(config=saved, iterations=20, out_dir=tmp_path / "long")
+    run_distributed(run_main, 1, argv, process_group=False)
+    straight = train(1, data_dir, tmp_path / "straight", iterations=20, **options)
+    assert curve(metrics_of(tmp_path / "long"), "lr") == curve(straight, "lr")
+
+
+def test_a_run_that_goes_on_in_a_new_folder_finds_a_best_model_there(tmp_path, data_dir, reference):
+    best = reference / "checkpoints" / "best.pt"
+    # A learning rate of 1 ruins the model: nothing gets better than what it began with.
+    ruin = {"lr_max": 1, "lr_min": 1, "warmup_iters": 0, "val_interval": 1}
+    train(1, data_dir, tmp_path / "run", resume=best, iterations=52, **ruin)
+    assert (tmp_path / "run" / "checkpoints" / "best.pt").exists()
 
 
 def test_resume_auto_in_an_empty_folder_starts_afresh(tmp_path, data_dir):

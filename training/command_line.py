@@ -7,6 +7,7 @@ rank and exit status 2; anything else is a fault: its traceback, its rank, and a
 any clean-up that talks to other ranks could wait for one that is gone.
 """
 
+import argparse
 import contextlib
 import difflib
 import itertools
@@ -20,15 +21,42 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, NoReturn, get_origin, get_type_hints
 
-from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
+from jsonargparse import (
+    ArgumentError,
+    ArgumentParser,
+    DefaultHelpFormatter,
+    set_parsing_settings,
+)
 
 # How long a rank keeps still when it met a mistake that rank 0 will report: leaving first would
 # make the launcher end rank 0 before its line is out.
 SECONDS_FOR_RANK_ZERO_TO_SPEAK = 10.0
 
 
+# What other trainers call our options; by spelling alone a wrong one would be suggested.
+NAMES_ELSEWHERE = {
+    "lr": "lr_max",
+    "learning_rate": "lr_max",
+    "min_lr": "lr_min",
+    "max_iters": "iterations",
+    "max_steps": "iterations",
+    "steps": "iterations",
+    "warmup_steps": "warmup_iters",
+    "grad_clip": "max_norm",
+    "block_size": "max_seq_len",
+    "n_ctx": "max_seq_len",
+    "n_layer": "num_layers",
+    "n_head": "num_heads",
+    "n_embd": "d_model",
+}
+
+
 class CommandLineError(ValueError):
     """An option that cannot be taken as given; the message says what to type instead."""
+
+
+class _Help(DefaultHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Help that keeps the lines of a script's docstring: they hold its exact commands."""
 
 
 def parse_options(
@@ -55,7 +83,12 @@ def parse_options(
         CommandLineError: unknown option, wrong type, unreadable file; names the nearest option.
     """
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
-    parser = ArgumentParser(description=description, allow_abbrev=False, exit_on_error=False)
+    parser = ArgumentParser(
+        description=description,
+        formatter_class=_Help,
+        allow_abbrev=False,
+        exit_on_error=False,
+    )
     if positionals is not None:
         positionals(parser)
     parser.add_argument("--config", action="config", help="YAML file of options; flags win over it")
@@ -81,6 +114,8 @@ def build(section: type, options: Mapping[str, Any]) -> Any:
 
 def did_you_mean(name: str, known: Sequence[str]) -> str:
     """Say which known name was probably meant: `; did you mean x?`, or nothing."""
+    if NAMES_ELSEWHERE.get(name) in known:
+        return f"; did you mean {NAMES_ELSEWHERE[name]}?"
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f"; did you mean {close[0]}?" if close else ""
 
@@ -94,7 +129,9 @@ def run(main: Callable[[], None], mistakes: tuple[type[Exception], ...] = ()) ->
 
     Exit status: 0 after a good end, 2 after a mistake, 1 after a fault, 130 after Ctrl-C.
     """
-    rank = int(os.environ.get("RANK", "0"))
+    said_rank = os.environ.get("RANK", "0")
+    # A rank that is no number is init_process_group's to refuse; until then speak as rank 0.
+    rank = int(said_rank) if said_rank.isdecimal() else 0
     try:
         main()
     except KeyboardInterrupt:
@@ -112,7 +149,7 @@ def run(main: Callable[[], None], mistakes: tuple[type[Exception], ...] = ()) ->
 
 def _leave(status: int, message: str) -> NoReturn:
     """Speak and end this process at once, whatever threads and process groups are alive."""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, AttributeError):  # stdout may be full, or closed
         sys.stdout.flush()
     if message:
         with contextlib.suppress(OSError):

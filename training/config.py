@@ -261,10 +261,16 @@ def write_config(config: Config, path: Path) -> None:
     """Save as YAML that `--config` reads back, for another run of the same kind.
 
     How this one was started is left out: read back, `overwrite` would delete what it made.
+
+    Raises:
+        CommandLineError: it cannot be written.
     """
     started_by = ("resume", "overwrite")
     options = {name: v for name, v in config.to_dict().items() if name not in started_by}
-    path.write_text(yaml.safe_dump(options, sort_keys=False), encoding="utf-8")
+    try:
+        path.write_text(yaml.safe_dump(options, sort_keys=False), encoding="utf-8")
+    except OSError as error:
+        raise CommandLineError(f"cannot write {path}: {error.strerror}") from error
 
 
 def _below(least: int, **values: float) -> list[str]:

@@ -10,6 +10,7 @@ from dist.ddp import DDP
 from dist.process_group import World
 from model.transformer import Transformer
 from training.config import Config
+from training.console import say
 from training.run_folder import RunFolder
 
 
@@ -81,4 +82,4 @@ class Job:
     def say(self, line: str) -> None:
         """Print a line, once for all ranks."""
         if self.is_rank_zero:
-            print(line, flush=True)
+            say(line)

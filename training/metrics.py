@@ -13,7 +13,9 @@ from pathlib import Path
 
 from torch import Tensor
 
+from data.tokens import EpochWindows
 from dist.collectives import all_reduce_sum
+from training.console import say
 from training.hardware import peak_flops, peak_memory_gb
 from training.job import Job
 from training.run_folder import RunFolder
@@ -76,7 +78,7 @@ class Metrics:
             yield
         except OSError as error:
             if not self._failed:
-                print(f"measurements are not written: {error}; the training goes on", flush=True)
+                say(f"measurements are not written: {error}; the training goes on")
             self._failed = True
 
 
@@ -129,8 +131,10 @@ def introduce(job: Job) -> None:
     )
     job.say(
         f"length: {config.schedule.iterations} steps, {total:,} tokens, "
-        f"{total / data.train.num_tokens:.2f} epochs, on {world.device.type}"
+        f"{_epochs(job):.2f} epochs, on {world.device.type}"
     )
+    if job.is_last and job.iteration > 0:
+        job.say(f"nothing is left to do: {job.iteration} steps are done")
 
 
 def show_progress(
@@ -181,10 +185,10 @@ def keep_until(jsonl: Path, last_iteration: int) -> None:
     kept = []
     for line in jsonl.read_text(encoding="utf-8").splitlines():
         try:
-            entry = json.loads(line)
-        except json.JSONDecodeError:
+            is_kept = json.loads(line)["iteration"] <= last_iteration
+        except (ValueError, TypeError, KeyError):  # no JSON, or no entry of ours
             continue
-        if entry["iteration"] <= last_iteration:
+        if is_kept:
             kept.append(line + "\n")
     temporary = jsonl.with_suffix(".tmp")
     temporary.write_text("".join(kept), encoding="utf-8")
@@ -196,6 +200,14 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def _epochs(job: Job) -> float:
+    """How often the run goes over the training text, counted in what it draws from."""
+    sequences = job.config.schedule.iterations * job.config.data.batch_size
+    if isinstance(job.windows, EpochWindows):
+        return sequences / job.windows.num_windows
+    return sequences * job.config.model.max_seq_len / job.data.train.num_tokens
 
 
 def _progress_line(job: Job, values: dict[str, float]) -> str:

@@ -21,6 +21,7 @@ from training.checkpoint_file import (
     verify,
 )
 from training.command_line import CommandLineError
+from training.console import say
 
 # What a run leaves behind, by folder.
 RUN_FILES = (
@@ -70,18 +71,21 @@ class RunFolder:
                 verify(path)
                 return str(path)
             except CheckpointError as error:
-                print(f"not resumed from: {error}", flush=True)
+                say(f"not resumed from: {error}")
         if found:
             raise CheckpointError(f"no checkpoint in {self.checkpoints} can be read")
         return None
 
-    def claim(self, resumed_from: str | None, iteration: int, overwrite: bool) -> None:
+    def claim(self, resumed_from: str | None, iteration: int, overwrite: bool) -> bool:
         """Make the folder this run's own.
 
         Args:
             resumed_from: the checkpoint that the run goes on from; None for a fresh start.
             iteration: steps that are done already.
             overwrite: delete the run that the folder holds.
+
+        Returns:
+            Whether it holds a best.pt.
 
         Raises:
             CommandLineError: the folder holds another run than the one that goes on and overwrite
@@ -104,9 +108,10 @@ class RunFolder:
                 # After a resume from an older one, the later ones belong to another history.
                 if number > iteration:
                     path.rename(path.with_name(path.name + ".superseded"))
-                    print(f"set aside {path}: later than {resumed_from}", flush=True)
+                    say(f"set aside {path}: later than {resumed_from}")
         except OSError as error:
             raise CommandLineError(f"cannot use out_dir {self.path}: {error}") from error
+        return self.best.exists()
 
     def save(self, checkpoint: Mapping[str, Any], is_best: bool, is_due: bool) -> str | None:
         """Write the numbered checkpoint of this iteration, best.pt, or both.
@@ -137,7 +142,7 @@ class RunFolder:
             try:
                 found.append((load_checkpoint(self.best)["iteration"], self.best))
             except CheckpointError as error:
-                print(f"passed over: {error}", flush=True)
+                say(f"passed over: {error}")
         # Stable: of two with one iteration the numbered one comes last.
         return sorted([*found, *numbered_checkpoints(self.checkpoints)], key=lambda pair: pair[0])
 

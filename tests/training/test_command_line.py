@@ -1,11 +1,12 @@
 """Options come from dataclasses; a mistake is one line with the nearest right name."""
 
+import os
 from dataclasses import dataclass
 from typing import Literal
 
 import pytest
 
-from training.command_line import CommandLineError, build, did_you_mean, parse_options
+from training.command_line import CommandLineError, build, did_you_mean, parse_options, run
 
 PRESETS = {"large": {"width": 1024, "rate": 0.5}}
 
@@ -115,8 +116,37 @@ def test_a_wrong_value_is_named_with_its_option(argv, parts):
     assert all(part in message for part in parts), message
 
 
+def test_a_name_that_other_trainers_use_leads_to_ours():
+    assert did_you_mean("lr", ["lr_min", "lr_max"]) == "; did you mean lr_max?"
+    assert did_you_mean("max_iters", ["decay_iters", "iterations"]) == "; did you mean iterations?"
+    assert did_you_mean("lr", ["width"]) == ""
+
+
 def test_no_name_is_guessed_for_something_far_off():
     assert did_you_mean("zzzz", ["width", "rate"]) == ""
+
+
+@pytest.mark.parametrize("rank", ["abc", ""])
+def test_a_rank_that_is_no_number_does_not_hide_the_mistake(monkeypatch, capsys, rank):
+    def leave(code):
+        raise SystemExit(code)
+
+    def mistaken():
+        raise CommandLineError("what is wrong")
+
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setattr(os, "_exit", leave)
+    with pytest.raises(SystemExit) as left:
+        run(mistaken)
+    assert left.value.code == 2
+    assert capsys.readouterr().err.endswith(": what is wrong\n")
+
+
+def test_help_keeps_the_lines_of_the_description(capsys):
+    text = "A test.\n\n    first command\n    second"
+    with pytest.raises(SystemExit):
+        parse_options([Section], description=text, argv=["-h"])
+    assert "\n    first command\n    second\n" in capsys.readouterr().out
 
 
 def test_help_lists_every_option_with_its_reason(capsys):

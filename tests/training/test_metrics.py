@@ -39,9 +39,9 @@ def test_a_resumed_run_continues_both_files_without_a_double_or_a_gap(tmp_path):
     assert [event.value for event in events] == expected
 
 
-def test_a_line_that_a_kill_left_unfinished_is_dropped(tmp_path):
+def test_a_line_that_is_no_entry_or_was_left_unfinished_is_dropped(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"iteration": 1}\n{"iteration": 2}\n{"itera')
+    path.write_text('{"iteration": 1}\n[1]\n{"other": 1}\n{"iteration": 2}\n{"itera')
     keep_until(path, 5)
     assert lines_of(path) == [{"iteration": 1}, {"iteration": 2}]
 
