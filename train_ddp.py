@@ -75,6 +75,7 @@ def main() -> None:
 
     set_random_seed(config.run.seed, world.rank)
     model = Transformer(config.model).to(world.device)
+    model.activation_checkpointing = config.device.activation_checkpointing
     job = Job(
         config=config,
         world=world,

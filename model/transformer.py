@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from model.attention import Attention, KeyValueCache
 from model.config import ModelConfig
@@ -47,12 +48,18 @@ class Transformer(nn.Module):
 
     Args:
         config: a resolved config (`ModelConfig.resolve`).
+
+    Attributes:
+        activation_checkpointing: whether training keeps only the input of each block and runs the
+            block again in backward (Chen et al. 2016): memory for one block instead of all, for a
+            second forward. It changes no number and no weight, so it is not in the config.
     """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         assert config.vocab_size is not None, "resolve the config first"
         self.config = config
+        self.activation_checkpointing = False
         self.embedding = nn.Embedding(config.vocab_size, config.d_model)
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
@@ -124,8 +131,13 @@ class Transformer(nn.Module):
             entries = torch.arange(int(positions.max()) + 1, device=token_ids.device)
             mask = entries <= positions[:, None, :, None]  # (batch, 1, seq, end)
         x = self.dropout(self.embedding(token_ids))
+        # Run again, a block would store its keys and values again: not with a cache.
+        recompute = self.activation_checkpointing and torch.is_grad_enabled() and cache is None
         for block in self.blocks:
-            x = block(x, angles, cache, positions, mask)
+            if recompute:
+                x = checkpoint(block, x, angles, None, positions, mask, use_reentrant=False)
+            else:
+                x = block(x, angles, cache, positions, mask)
         return self.final_norm(x)
 
     def num_parameters(self) -> int:
@@ -138,7 +150,8 @@ class Transformer(nn.Module):
         A matrix product costs 2 operations for each weight and token, and its backward twice
         that. The embedding look-up multiplies nothing and is left out; the output head is in,
         tied or not. Attention multiplies each query with the keys before it and mixes as many
-        values: (seq_len + 1) / 2 on average, because causal attention needs no more.
+        values: (seq_len + 1) / 2 on average, because causal attention needs no more. What
+        activation checkpointing computes a second time is left out: it brings nothing new.
 
         Args:
             seq_len: tokens in a sequence; None: max_seq_len.

@@ -23,9 +23,10 @@ from torch.nn import functional
 import prepare
 from data.tokens import RandomWindows, open_tokens
 from model.config import ModelConfig
-from model.transformer import Transformer
+from model.transformer import Block, Transformer
 from tests.harness import DistributedError, run_distributed
 from tests.tiny import TINY, curve, flags, metrics_of, run_main, train, write_corpus
+from training.checkpoint import changes
 from training.checkpoint_file import load_checkpoint
 
 CONTEXT, BATCH_SIZE = 64, 8  # the first is that of the preset that TINY names
@@ -335,7 +336,54 @@ def test_bfloat16_multiplies_narrow_and_takes_the_loss_wide(tmp_path, data_dir):
         assert curve(narrow, name) == pytest.approx(curve(wide, name), rel=1e-2)
 
 
+# Activation checkpointing.
+
+
+def main_counting_blocks(argv: list[str]) -> tuple[int, int]:
+    """How often the run went through a block: of a model in training, and in evaluation mode."""
+    runs: Counter[bool] = Counter()
+
+    def forward(block: Block, *args: Any) -> torch.Tensor:
+        runs[block.training] += 1
+        return plain_forward(block, *args)
+
+    plain_forward = Block.forward
+    with mock.patch.object(Block, "forward", forward):
+        run_main(argv)
+    return runs[True], runs[False]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_activation_checkpointing_runs_blocks_twice_and_changes_no_bit(tmp_path, data_dir, dtype):
+    options = {"dtype": dtype, "dropout": 0.1, "gradient_accumulation_steps": 2, "iterations": 10}
+    entries, digests, runs = [], [], []
+    for on in ("false", "true"):
+        out_dir, option = tmp_path / on, {"activation_checkpointing": on}
+        runs += run_ranks(main_counting_blocks, 1, data_dir, out_dir, **options, **option)
+        entries.append(metrics_of(out_dir))
+        digests.append(digest(saved_at(out_dir, 10)["model"].values()))
+    for name in ("loss_train", "val_loss", "grad_norm"):
+        assert curve(entries[0], name) == curve(entries[1], name)
+    assert digests[0] == digests[1]
+    (trained, evaluated), (trained_again, evaluated_again) = runs
+    assert trained == 10 * 2 * 2  # steps x micro-batches x layers
+    assert (trained_again, evaluated_again) == (2 * trained, evaluated)
+
+
 # Resume.
+
+
+def test_a_run_may_go_on_with_activation_checkpointing(tmp_path, data_dir):
+    """Where the memory did not suffice; the option is no part of what the run is."""
+    options = {"iterations": 10, "dropout": 0.1, "val_interval": 0, "cos_cycle_iters": 10}
+    train(1, data_dir, tmp_path / "straight", **options)
+    train(1, data_dir, tmp_path / "run", **{**options, "iterations": 5})
+    more = {"resume": "auto", "activation_checkpointing": "true"}
+    train(1, data_dir, tmp_path / "run", **options, **more)
+    straight, resumed = (saved_at(tmp_path / name, 10) for name in ("straight", "run"))
+    assert digest(resumed["model"].values()) == digest(straight["model"].values())
+    listed = changes(straight["config"], resumed["config"])
+    assert "activation_checkpointing: False -> True" in listed
 
 
 def test_the_tokens_of_another_tokenizer_are_refused_on_resume(tmp_path, data_dir):

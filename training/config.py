@@ -115,6 +115,8 @@ class DeviceConfig:
     """Megabytes of gradients sent together while backward goes on."""
     shard_optimizer: bool = False
     """Spread the optimizer's state over the processes, 1/world_size for each."""
+    activation_checkpointing: bool = False
+    """Keep each block's input alone and run the block again in backward: less memory, more time."""
 
 
 @dataclass(frozen=True)
