@@ -1,8 +1,8 @@
-"""A bucket: parameters of one dtype and device laid end to end in flat buffers.
+"""A bucket: parameters of one dtype and device laid end to end in a flat buffer.
 
-Both halves of dist/ stand on this layout. DDP moves each gradient into a flat buffer as it arrives
-and leaves `grad` as a view of it: later micro-batches are added where the network sends from. The
-sharded optimizer cuts the same kind of buffer into equal shards, one a rank.
+Both halves of dist/ stand on this layout. DDP lets the gradients be views of such a buffer, so that
+what backward writes is what the network sends. The sharded optimizer lays the weights out in the
+same way and cuts gradients and weights alike into equal shards, one a rank.
 
     elements   | p0 ........ | p1 .... | p2 ............... | padding |
     shards     | rank 0          | rank 1          | rank 2           |
@@ -11,9 +11,8 @@ Parameters stand in reverse order of registration, which is about the order in w
 finishes them, so the first bucket is full first.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 
-import torch
 from torch import Tensor, nn
 
 
@@ -23,17 +22,17 @@ class Bucket:
     Args:
         parameters: of one dtype and one device, in the order in which they are laid down.
         world_size: the padded length is a multiple of it.
-        extra: elements kept free behind the parameters, for the owner's use.
+        unit: elements that a cut between shards must not part: 1, or those of a whole matrix.
 
     Attributes:
         parameters: as given.
         offsets: first element of each.
         numel: elements of the parameters together.
-        padded_numel: with `extra` and padding; what `new_buffer` allocates.
+        padded_numel: with padding; the length of a buffer.
     """
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], world_size: int = 1, extra: int = 0
+        self, parameters: Sequence[nn.Parameter], world_size: int = 1, unit: int = 1
     ) -> None:
         kinds = {(parameter.dtype, parameter.device) for parameter in parameters}
         if len(kinds) != 1:
@@ -45,11 +44,9 @@ class Bucket:
         for parameter in parameters:
             self.offsets.append(self.numel)
             self.numel += parameter.numel()
-        self.padded_numel = -(-(self.numel + extra) // world_size) * world_size
-
-    def new_buffer(self) -> Tensor:
-        """A flat buffer of zeros, (padded_numel,)."""
-        return torch.zeros(self.padded_numel, dtype=self.dtype, device=self.device)
+        multiple = world_size * max(unit, 1)
+        # Never empty: buffers are told apart by their address, and an empty one has none.
+        self.padded_numel = -(-max(self.numel, 1) // multiple) * multiple
 
     def views(self, buffer: Tensor) -> list[Tensor]:
         """Each parameter's part of a flat buffer, in the parameter's shape."""
@@ -66,8 +63,8 @@ class Bucket:
     def pieces(self, rank: int, world_size: int) -> list[tuple[int, int, int]]:
         """What a rank's shard holds: (parameter's index, from, to) in that parameter's elements.
 
-        A parameter that lies in several shards has a piece in each; one that lies in other
-        shards alone is left out.
+        In the order in which they lie there, without gaps. A parameter that lies in several shards
+        has a piece in each; one that lies in other shards alone is left out.
         """
         start, end = self.shard(rank, world_size)
         found = []
@@ -90,7 +87,8 @@ def make_buckets(
     parameters: Iterable[nn.Parameter],
     capacity_bytes: float,
     world_size: int = 1,
-    extra_per_parameter: int = 0,
+    first_capacity_bytes: float | None = None,
+    whole_matrices: bool = False,
 ) -> list[Bucket]:
     """Deal parameters, last registered first, into buckets of about `capacity_bytes`.
 
@@ -99,16 +97,29 @@ def make_buckets(
         capacity_bytes: a bucket is closed before it would exceed this; a larger parameter fills
             one alone.
         world_size: see `Bucket`.
-        extra_per_parameter: see `extra` of `Bucket`, for each parameter.
+        first_capacity_bytes: of the first bucket; None: like the others. A small one is full, and
+            on its way, soon after backward has begun.
+        whole_matrices: no parameter may be cut. A bucket then holds parameters of one shape, and
+            an equal number for each rank before it is closed; so each rank gets as many, stacked.
+
+    Returns:
+        In the order in which they are closed.
     """
-    open_buckets: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
+    open_buckets: dict[Hashable, list[nn.Parameter]] = {}
     closed: list[list[nn.Parameter]] = []
     for parameter in reversed(unique(parameters)):
-        kind = (parameter.dtype, parameter.device)
+        kind = (parameter.dtype, parameter.device, parameter.shape if whole_matrices else None)
         members = open_buckets.setdefault(kind, [])
-        if members and sum(p.nbytes for p in members) + parameter.nbytes > capacity_bytes:
+        capacity = capacity_bytes
+        if not closed and first_capacity_bytes is not None:
+            capacity = first_capacity_bytes
+        is_full = sum(p.nbytes for p in members) + parameter.nbytes > capacity
+        if members and is_full and not (whole_matrices and len(members) % world_size):
             closed.append(members)
             open_buckets[kind] = members = []
         members.append(parameter)
     closed.extend(members for members in open_buckets.values() if members)
-    return [Bucket(members, world_size, extra_per_parameter * len(members)) for members in closed]
+    return [
+        Bucket(members, world_size, members[0].numel() if whole_matrices else 1)
+        for members in closed
+    ]

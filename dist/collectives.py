@@ -1,11 +1,13 @@
 """The few collectives that training needs, the same for every backend and for a world of one.
 
-gloo has no averaging reduction and moves large tensors best in few messages; NCCL has both. What
-differs is hidden here, so that the files above read the same for all.
+The small ones, which wait, are functions here. The large ones move buckets: they are started, go on
+beside the computation, and are waited for where the result is needed. How a bucket travels best
+differs so much between processes of one host, hosts and GPUs (measured: docs/distributed.md) that
+there are three ways, `BucketCollectives` each, and `open_collectives` chooses.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as torch_dist
@@ -13,6 +15,134 @@ from torch import Tensor
 
 # Large enough to use the link fully, small enough not to double the memory of a model.
 BROADCAST_BYTES = 64 * 2**20
+
+HALF_PRECISION = (torch.bfloat16, torch.float16)
+
+
+class Work(Protocol):
+    """A collective that has been started."""
+
+    def wait(self) -> None:
+        """Return when the result is there (on a GPU: when it will be, for what is queued next)."""
+
+
+class BucketCollectives(Protocol):
+    """Collectives over flat buffers, started now and waited for later.
+
+    Every rank must start the same ones, on buffers of the same length, in the same order. A buffer
+    is world_size equal shards, one a rank. Sums of 16-bit buffers are taken in float32.
+
+    Attributes:
+        bytes_sent: by this rank so far, small messages left out.
+    """
+
+    bytes_sent: int
+
+    def new_buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A flat buffer (numel,) for the methods below; only such buffers may be given to them.
+
+        What it holds is undefined.
+        """
+
+    def recycle(self, buffer: Tensor) -> None:
+        """Take a buffer back that nobody here needs any more, its last collective waited for."""
+
+    def wait_until_writable(self, buffer: Tensor) -> None:
+        """Wait until no other rank reads this buffer for a collective that was waited for."""
+
+    def reduce_scatter_mean(self, buffer: Tensor, shard: Tensor) -> Work:
+        """Average over the ranks: this rank's shard of it goes to `shard`.
+
+        Args:
+            buffer: of `new_buffer`; not to be written before `wait`, and undefined after it.
+            shard: (numel / world_size,), of the buffer's dtype or float32.
+        """
+
+    def all_reduce_mean(self, buffer: Tensor) -> Work:
+        """Average `buffer` over the ranks in place."""
+
+    def all_gather(self, buffer: Tensor) -> Work:
+        """Fill all shards of `buffer`, each rank giving the one of its number, in place.
+
+        Other ranks may read this rank's shard until `wait_until_writable`.
+        """
+
+    def all_reduce_max(self, flags: Tensor, result: Tensor) -> Work:
+        """The largest over the ranks of each element of a small uint8 buffer, into `result`."""
+
+
+def open_collectives(device: torch.device) -> BucketCollectives:
+    """The fastest collectives between these processes; every rank must call it.
+
+    Args:
+        device: of the buffers.
+    """
+    from dist.gloo_collectives import GlooCollectives
+    from dist.nccl_collectives import NCCLCollectives
+    from dist.shared_memory_collectives import open_shared_memory
+
+    if torch_dist.get_backend() == "nccl":
+        return NCCLCollectives()
+    shared = open_shared_memory() if device.type == "cpu" else None
+    return shared or GlooCollectives()
+
+
+class BufferPool:
+    """Flat buffers that were given back, for the next who needs one of about that length."""
+
+    def __init__(self) -> None:
+        self._free: list[Tensor] = []
+        self._whole: dict[int, Tensor] = {}  # by address, those that are lent
+
+    def lend(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A buffer (numel,), of undefined content."""
+        for place, memory in enumerate(self._free):
+            fits = numel <= memory.numel() <= 2 * numel
+            if fits and (memory.dtype, memory.device) == (dtype, device):
+                del self._free[place]
+                break
+        else:
+            memory = torch.empty(numel, dtype=dtype, device=device)
+        self._whole[memory.data_ptr()] = memory
+        return memory[:numel]
+
+    def take_back(self, buffer: Tensor) -> None:
+        """Take back what was lent."""
+        self._free.append(self._whole.pop(buffer.data_ptr()))
+
+
+def mean_into(targets: Sequence[Tensor], parts: Sequence[Tensor], count: int) -> None:
+    """Sum `parts` in the order given, divide by `count`, write the result to every target.
+
+    In pieces that stay in the cache, so that memory is read and written once. Every target may be
+    one of the parts.
+
+    Args:
+        targets: 1-D, of any dtypes.
+        parts: 1-D and of the targets' length; 16-bit ones are added up in float32.
+        count: divisor.
+    """
+    first = parts[0]
+    wide = torch.float32 if first.dtype in HALF_PRECISION else first.dtype
+    length = min(first.numel(), CHUNK * torch.get_num_threads())
+    total = torch.empty(length, dtype=wide, device=first.device)
+    for start in range(0, first.numel(), max(length, 1)):
+        chunk = slice(start, min(start + length, first.numel()))
+        pieces = [part[chunk].to(wide) for part in parts]
+        piece = total[: pieces[0].numel()]
+        if len(pieces) == 1:
+            piece.copy_(pieces[0])
+        else:
+            torch.add(pieces[0], pieces[1], out=piece)
+            for other in pieces[2:]:
+                piece.add_(other)
+        piece.mul_(1 / count)
+        for target in targets:
+            target[chunk].copy_(piece)
+
+
+# Elements: with a few parts of float32 still inside a core's second-level cache.
+CHUNK = 64 * 1024
 
 
 def is_distributed() -> bool:
@@ -30,35 +160,21 @@ def rank() -> int:
     return torch_dist.get_rank() if is_distributed() else 0
 
 
+def timeout_seconds() -> float:
+    """After which the process group's collectives give up on a silent rank."""
+    group = torch_dist.group.WORLD
+    assert group is not None
+    device = "cuda" if torch_dist.get_backend() == "nccl" else "cpu"
+    # torch offers no other way to ask.
+    options = group._get_backend(torch.device(device)).options
+    return options._timeout.total_seconds()
+
+
 def all_reduce_sum(tensor: Tensor) -> Tensor:
     """Add `tensor` over all ranks in place, and return it."""
     if is_distributed():
         torch_dist.all_reduce(tensor)
     return tensor
-
-
-def start_all_reduce_mean(buffer: Tensor) -> torch_dist.Work | None:
-    """Begin to average `buffer` over all ranks in place; wait() on the result to finish.
-
-    Every rank must start the same buffers in the same order.
-    """
-    if not is_distributed():
-        return None
-    if torch_dist.get_backend() == "nccl":
-        return torch_dist.all_reduce(buffer, op=torch_dist.ReduceOp.AVG, async_op=True)
-    buffer.div_(world_size())
-    return torch_dist.all_reduce(buffer, async_op=True)
-
-
-def all_gather_shards(flat: Tensor) -> None:
-    """Fill a flat tensor of world_size equal shards, each rank giving the one of its number."""
-    if is_distributed():
-        shards = list(flat.chunk(world_size()))
-        if torch_dist.get_backend() == "nccl":
-            # In place, which NCCL supports; all_gather would allocate the whole buffer again.
-            torch_dist.all_gather_into_tensor(flat, shards[rank()])
-        else:
-            torch_dist.all_gather(shards, shards[rank()].clone())
 
 
 def broadcast_tensors(tensors: Sequence[Tensor]) -> None:
@@ -87,6 +203,11 @@ def gather_objects(value: Any) -> list[Any] | None:
     gathered: list[Any] | None = [None] * world_size() if rank() == 0 else None
     torch_dist.gather_object(value, gathered)
     return gathered
+
+
+def all_gather_objects(value: Any) -> list[Any]:
+    """Give every rank one small picklable object of every rank, in rank order."""
+    return broadcast_object(gather_objects(value))
 
 
 def broadcast_object(value: Any) -> Any:

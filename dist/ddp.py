@@ -2,38 +2,44 @@
 still running, full buckets of gradients are already being averaged.
 
 How one step goes. Backward finishes the gradients one by one, about last layer first. A hook on
-each parameter moves its gradient into the bucket's flat buffer and leaves `grad` as a view of it.
-The bucket whose last gradient has come is sent by an asynchronous all-reduce, and backward goes on.
-`finish_gradient_sync()` sends what unused parameters held back and waits for all.
+each parameter sees to it that its gradient is a view of the bucket's flat buffer. The bucket whose
+last gradient has come is sent, and backward goes on. `finish_gradient_sync()` sends what unused
+parameters held back and waits for all.
 
 Two rules keep the ranks from waiting for ever. Buckets are sent in one fixed order, whatever order
 gradients come in: a full bucket waits for those before it. And every sync sends every bucket, also
 those whose parameters a rank did not use, as zeros.
 
 A parameter that some ranks use gets the average over all ranks. One that no rank uses keeps `None`,
-so that the optimizer leaves it alone, as it would without DDP. To tell the two apart each bucket
-carries, behind its gradients, one element a parameter that is 1 where the rank has a gradient; the
-average of it is zero only if no rank had one.
+so that the optimizer leaves it alone, as it would without DDP. To tell the two apart the ranks
+exchange, after the last bucket, one byte a parameter that is 1 where a rank has a gradient.
 """
 
 import contextlib
 import hashlib
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from typing import Any
 
 import torch
-import torch.distributed as torch_dist
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from dist.bucket import Bucket, make_buckets
+from dist.bucket import Bucket, make_buckets, unique
 from dist.collectives import (
+    BucketCollectives,
+    Work,
+    all_gather_objects,
     broadcast_object,
     broadcast_tensors,
     gather_objects,
-    start_all_reduce_mean,
+    open_collectives,
     world_size,
 )
+from dist.reducer import Reducer
+
+MB = 2**20
 
 
 class DDP(nn.Module):
@@ -49,28 +55,63 @@ class DDP(nn.Module):
     Args:
         module: on its device already; the same on every rank, but for its values.
         bucket_cap_mb: megabytes of gradients sent together.
+        first_bucket_mb: of the first bucket, so that traffic starts early.
+        wire_dtype: gradients travel in this type, if it is smaller than their own, and are added
+            up in float32: torch.bfloat16 halves the traffic and rounds every rank's gradient to 8
+            bits. None: in their own.
+        collectives: how buckets travel; None: chosen for these processes.
+
+    Attributes:
+        collectives: None in a world of one.
 
     Raises:
-        ValueError: ranks hold different models (names the first difference), or the cap is not
+        ValueError: ranks hold different models (names the first difference), or a size is not
             positive.
     """
 
-    def __init__(self, module: nn.Module, bucket_cap_mb: float = 25.0) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        bucket_cap_mb: float = 25.0,
+        first_bucket_mb: float = 1.0,
+        wire_dtype: torch.dtype | None = None,
+        collectives: BucketCollectives | None = None,
+    ) -> None:
         super().__init__()
-        if bucket_cap_mb <= 0:
-            raise ValueError(f"bucket_cap_mb is {bucket_cap_mb}, it must be positive")
+        for name, size in (("bucket_cap_mb", bucket_cap_mb), ("first_bucket_mb", first_bucket_mb)):
+            if not size > 0:
+                raise ValueError(f"{name} is {size}, it must be positive")
         self.module = module
-        _check_same_model(module, bucket_cap_mb)
-        broadcast_tensors([*module.parameters(), *module.buffers()])
-        # Frozen parameters have buckets too: they may be thawed later.
-        parameters = [p for p in module.parameters() if p.is_floating_point() or p.is_complex()]
-        buckets = make_buckets(parameters, bucket_cap_mb * 2**20, world_size(), 1)
-        self._reducers = [_Reducer(bucket) for bucket in buckets] if world_size() > 1 else []
+        self.bucket_cap_mb = bucket_cap_mb
+        self.first_bucket_mb = min(first_bucket_mb, bucket_cap_mb)
+        self.collectives = collectives
+        self._wire_dtype = wire_dtype
+        self._reducers: list[Reducer] = []
         self._syncing = True
         self._next_to_send = 0
-        for reducer in self._reducers:
-            for index, parameter in enumerate(reducer.bucket.parameters):
-                self._hook(parameter, reducer, index)
+        self._flags: Tensor | None = None
+        self._flags_work: Work | None = None
+        _check_same_model(module, f"buckets of {bucket_cap_mb} MB, {wire_dtype} on the wire")
+        broadcast_tensors([*module.parameters(), *module.buffers()])
+        if world_size() == 1:
+            return
+        parameters = unique(
+            p for p in module.parameters() if p.is_floating_point() or p.is_complex()
+        )
+        self._order = {id(parameter): place for place, parameter in enumerate(parameters)}
+        # Where each parameter's gradient goes, by its identity: (reducer, index in its bucket).
+        self._places: dict[int, tuple[Reducer, int]] = {}
+        if self.collectives is None:
+            device = parameters[0].device if parameters else torch.device("cpu")
+            self.collectives = open_collectives(device)
+        # Frozen parameters lie apart: while they stay frozen, nothing is sent for them.
+        for frozen in (False, True):
+            self._add_reducers(
+                self.make_buckets([p for p in parameters if p.requires_grad != frozen])
+            )
+        for parameter in parameters:
+            self._hook(parameter)
+        self._forbid_steps_during_a_sync()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward."""
@@ -95,10 +136,16 @@ class DDP(nn.Module):
         Every rank must call it once a step, after the last backward; also a rank whose step broke
         off with an exception, for the others wait for its buckets.
         """
-        while self._next_to_send < len(self._reducers):
-            self._send_next()
-        for reducer in self._reducers:
-            reducer.finish()
+        if not self._reducers:
+            return
+        self._send_while(lambda reducer: True)
+        sent = [reducer for reducer in self._reducers if reducer.sent]
+        for reducer in sent:
+            reducer.wait()
+        used = self._used_by_any()
+        for reducer in sent:
+            first = self._first_flag[reducer]
+            reducer.finish(used[first : first + len(reducer.bucket.parameters)])
         self._next_to_send = 0
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -107,8 +154,10 @@ class DDP(nn.Module):
         After an exception in the middle of a backward this also ends the half-done sync. Enough
         where all ranks broke off alike; where some did not, finish_gradient_sync() comes first.
         """
-        if any(reducer.started for reducer in self._reducers):
+        if self._is_syncing():
             self.finish_gradient_sync()
+        for reducer in self._reducers:
+            reducer.clear()
         super().zero_grad(set_to_none=True)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -119,115 +168,168 @@ class DDP(nn.Module):
         """Load into the module; see `nn.Module.load_state_dict`."""
         return self.module.load_state_dict(*args, **kwargs)
 
-    def _hook(self, parameter: nn.Parameter, reducer: "_Reducer", index: int) -> None:
+    def make_buckets(
+        self, parameters: Sequence[nn.Parameter], whole_matrices: bool = False
+    ) -> list[Bucket]:
+        """Deal some of the module's parameters into buckets of this DDP's sizes."""
+        return make_buckets(
+            sorted(parameters, key=lambda parameter: self._order[id(parameter)]),
+            self.bucket_cap_mb * MB,
+            world_size(),
+            self.first_bucket_mb * MB,
+            whole_matrices,
+        )
+
+    def scatter_gradients(self, buckets: Sequence[Bucket]) -> list[Reducer]:
+        """From now on give each rank only its shard of these parameters' gradients.
+
+        For an optimizer that updates only that; their `grad` is None after a sync.
+
+        Args:
+            buckets: of parameters of the module, the same on every rank.
+
+        Returns:
+            Their reducers, in the order of the buckets; they hold the shards.
+
+        Raises:
+            ValueError: a parameter is none of this module's, or is scattered already.
+            RuntimeError: in the middle of a sync.
+        """
+        if self._is_syncing():
+            raise RuntimeError("a sync is under way: call finish_gradient_sync() first")
+        taken = set()
+        for parameter in (p for bucket in buckets for p in bucket.parameters):
+            if id(parameter) not in self._places:
+                raise ValueError(
+                    f"a parameter of shape {tuple(parameter.shape)} is none of the wrapped module's"
+                )
+            if self._places[id(parameter)][0].scatter:
+                raise ValueError("a parameter's gradient is scattered to another optimizer already")
+            taken.add(id(parameter))
+        left = [r for r in self._reducers if r.scatter]
+        rest = [
+            [p for p in reducer.bucket.parameters if id(p) not in taken]
+            for reducer in self._reducers
+            if not reducer.scatter
+        ]
+        assert self.collectives is not None
+        added = [Reducer(bucket, self.collectives, True, self._wire_dtype) for bucket in buckets]
+        self._reducers = left + added
+        self._add_reducers([Bucket(members, world_size()) for members in rest if members])
+        return added
+
+    def _add_reducers(self, buckets: Sequence[Bucket]) -> None:
+        """Take over these buckets, and fix the order of sending and the places of all flags."""
+        assert self.collectives is not None
+        self._reducers += [
+            Reducer(bucket, self.collectives, False, self._wire_dtype) for bucket in buckets
+        ]
+        # A bucket is full when the gradient of its first registered parameter has come.
+        self._reducers.sort(
+            key=lambda reducer: -min(self._order[id(p)] for p in reducer.bucket.parameters)
+        )
+        self._first_flag: dict[Reducer, int] = {}
+        count = 0
+        for reducer in self._reducers:
+            self._first_flag[reducer] = count
+            count += len(reducer.bucket.parameters)
+            for index, parameter in enumerate(reducer.bucket.parameters):
+                self._places[id(parameter)] = (reducer, index)
+        device = self._reducers[0].bucket.device if self._reducers else torch.device("cpu")
+        if self._flags is not None:
+            self.collectives.recycle(self._flags)
+        self._flags = self.collectives.new_buffer(max(count, 1), torch.uint8, device)
+        self._used = torch.zeros(max(count, 1), dtype=torch.uint8, device=device)
+        self._has_gradient = [False] * count
+
+    def _hook(self, parameter: nn.Parameter) -> None:
         if not parameter.requires_grad:
             # The hook needs a gradient-requiring leaf; it stays when the flag is taken back.
             parameter.requires_grad_(True)
-            self._hook(parameter, reducer, index)
+            self._hook(parameter)
             parameter.requires_grad_(False)
             return
+        places, key, this = self._places, id(parameter), weakref.ref(self)
 
         # After accumulation, not before: `grad` then holds the sum of all micro-batches.
         def gradient_is_complete(_: Tensor) -> None:
+            ddp = this()
+            if ddp is None:  # the parameters outlive their wrapper
+                return
+            reducer, index = places[key]
             reducer.take(index)
-            if self._syncing:
-                reducer.mark_ready(index)
-                while self._next_to_send < len(self._reducers):
-                    if not self._reducers[self._next_to_send].is_ready():
-                        break
-                    self._send_next()
+            if ddp._syncing and reducer.mark_ready(index):
+                ddp._send_while(Reducer.is_complete)
 
         parameter.register_post_accumulate_grad_hook(gradient_is_complete)
 
-    def _send_next(self) -> None:
-        self._reducers[self._next_to_send].send()
-        self._next_to_send += 1
+    def _send_while(self, may_be_sent: Any) -> None:
+        """Send buckets in their order, as long as the next one may be sent."""
+        while self._next_to_send < len(self._reducers):
+            reducer = self._reducers[self._next_to_send]
+            if not reducer.is_dormant():
+                if not may_be_sent(reducer):
+                    return
+                first = self._first_flag[reducer]
+                has_gradient = reducer.send()
+                self._has_gradient[first : first + len(has_gradient)] = has_gradient
+            self._next_to_send += 1
+            if self._next_to_send == len(self._reducers):
+                self._send_flags()
 
-
-class _Reducer:
-    """One bucket's gradient buffer on its way through a sync."""
-
-    def __init__(self, bucket: Bucket) -> None:
-        self.bucket = bucket
-        self.buffer = bucket.new_buffer()
-        self.views = bucket.views(self.buffer)
-        # Behind the gradients, one element a parameter: does this rank have a gradient?
-        self.used = self.buffer[bucket.numel : bucket.numel + len(bucket.parameters)]
-        self.all_used = False
-        self.ready: set[int] = set()
-        self.sent = False
-        self.work: torch_dist.Work | None = None
-
-    @property
-    def started(self) -> bool:
-        """Whether a sync is under way in this bucket."""
-        return self.sent or bool(self.ready)
-
-    def take(self, index: int) -> None:
-        """Make a parameter's gradient a view of the buffer, whoever made it."""
-        parameter, view = self.bucket.parameters[index], self.views[index]
-        if parameter.grad is not None and parameter.grad is not view:
-            view.copy_(parameter.grad)
-            parameter.grad = view
-
-    def mark_ready(self, index: int) -> None:
-        if self.sent or index in self.ready:
-            raise RuntimeError(
-                "a second backward before finish_gradient_sync(): finish the first, or run all "
-                "micro-batches but the last under no_sync()"
-            )
-        self.ready.add(index)
-
-    def is_ready(self) -> bool:
-        """Whether every gradient that can come has come."""
-        return all(
-            index in self.ready
-            for index, parameter in enumerate(self.bucket.parameters)
-            if parameter.requires_grad
-        )
-
-    def send(self) -> None:
-        parameters = self.bucket.parameters
-        for index, parameter in enumerate(parameters):
-            if parameter.grad is None:
-                self.views[index].zero_()
-            else:
-                self.take(index)
-        has_gradient = [parameter.grad is not None for parameter in parameters]
-        self.all_used = all(has_gradient)
-        if self.all_used:
-            self.used.fill_(1)
+    def _send_flags(self) -> None:
+        assert self.collectives is not None
+        assert self._flags is not None
+        self.collectives.wait_until_writable(self._flags)
+        if all(self._has_gradient):
+            self._flags.fill_(1)
         else:
-            self.used.copy_(torch.tensor(has_gradient, dtype=self.buffer.dtype))
-        self.work = start_all_reduce_mean(self.buffer)
-        self.sent = True
+            self._flags[: len(self._has_gradient)] = torch.tensor(
+                self._has_gradient, dtype=torch.uint8
+            )
+        self._flags_work = self.collectives.all_reduce_max(self._flags, self._used)
 
-    def finish(self) -> None:
-        if self.work is not None:
-            self.work.wait()
-        # What this rank has, no rank needs to tell it; to ask would make the CPU wait for the GPU.
-        used_by_any = [True] * len(self.views) if self.all_used else self.used.tolist()
-        for parameter, view, used in zip(
-            self.bucket.parameters, self.views, used_by_any, strict=True
-        ):
-            # A parameter frozen on this rank alone would break the replicas; take the average.
-            parameter.grad = view if used else None
-        self.ready.clear()
-        self.sent = False
-        self.work = None
+    def _used_by_any(self) -> list[bool]:
+        """By parameter, in the order of the flags: whether some rank has a gradient."""
+        assert self._flags_work is not None
+        self._flags_work.wait()
+        self._flags_work = None
+        # What this rank has, no rank needs to tell it; to ask would make the CPU wait for a GPU.
+        is_used = self._has_gradient
+        used = is_used if all(is_used) else [bool(flag) for flag in self._used.tolist()]
+        self._has_gradient = [False] * len(used)
+        return used
+
+    def _is_syncing(self) -> bool:
+        return any(reducer.started for reducer in self._reducers)
+
+    def _forbid_steps_during_a_sync(self) -> None:
+        """Let every optimizer that is asked to step with half-averaged gradients say so."""
+        this = weakref.ref(self)
+
+        def check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            ddp = this()
+            if ddp is not None and ddp._is_syncing():
+                for group in optimizer.param_groups:
+                    if any(id(parameter) in ddp._places for parameter in group["params"]):
+                        raise RuntimeError(
+                            "optimizer.step() before finish_gradient_sync(): "
+                            "the gradients are not averaged yet"
+                        )
+
+        weakref.finalize(self, register_optimizer_step_pre_hook(check).remove)
 
 
-def _check_same_model(module: nn.Module, bucket_cap_mb: float) -> None:
+def _check_same_model(module: nn.Module, options: str) -> None:
     """Compare what the ranks hold, by a digest first, and name the first difference."""
-    held = [f"buckets of {bucket_cap_mb} MB"]
+    held = [options]
     held += [
         f"parameter {name} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}"
         for name, p in module.named_parameters()
     ]
     held += [f"buffer {name} {tuple(b.shape)} {b.dtype}" for name, b in module.named_buffers()]
     digest = hashlib.sha256("\n".join(held).encode()).hexdigest()
-    digests = broadcast_object(gather_objects(digest))
-    if len(set(digests)) > 1:
+    if len(set(all_gather_objects(digest))) > 1:
         raise ValueError(broadcast_object(_first_difference(gather_objects(held) or [])))
 
 

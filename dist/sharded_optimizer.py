@@ -1,118 +1,99 @@
 """An optimizer whose state is spread over the ranks: each keeps 1/world_size of it.
 
-Data parallel ranks all hold the same weights and, after the sync, the same gradients, so nothing
-is lost when each updates only a part of the weights and the parts are then exchanged (ZeRO stage 1,
-Rajbhandari et al. 2020). The part is counted in elements, not in tensors: the weights of a group
-are laid end to end in one flat buffer, cut into equal shards (see bucket.py). Where a cut goes
-through a weight, each side gets a piece of it. The wrapped optimizer must be elementwise; it sees
-pieces as it would see weights, and computes the numbers of the unsharded optimizer.
+Data parallel ranks all hold the same weights and need the same update, so nothing is lost when each
+computes only a part of it and the parts are then exchanged (ZeRO stages 1 and 2, Rajbhandari et al.
+2020, arXiv:1910.02054). The part is counted in elements, not in tensors: the weights lie in flat
+buckets (bucket.py), and each bucket is cut into equal shards, wherever the cuts fall.
 
-    step()    copy what was written into param_groups     (so a schedule's learning rate counts)
-              point every piece's grad at its part of the full gradient
-              let the wrapped optimizer update the pieces (1/world_size of the work)
-              all-gather the flat buffers                 (the weights are views into them)
+Given our DDP, the gradients are cut alike:
 
-Checkpoints know nothing of shards: `gather_state` puts the pieces of each weight's state together
-on rank 0, one weight at a time, and `load_state` cuts them anew for any number of ranks.
+    backward     a full bucket of gradients is reduce-scattered: each rank gets its shard of the
+                 average, and the memory of the full gradients is free again
+    step()       the wrapped optimizer updates this rank's shards, one long tensor each
+    forward      every bucket of weights is all-gathered, and awaited by the first module that
+                 reads it (parameter_gather.py)
+
+Reduce-scatter and all-gather together move the bytes of the one all-reduce that DDP alone would.
+Without our DDP every weight has its own, complete gradient, and step() gathers the weights at once.
+
+The wrapped optimizer must be elementwise: then it computes on a cut what it would on the whole. One
+that needs whole matrices says so by a class attribute `whole_matrices = True`, and gets stacks of
+them, (count, rows, columns), every rank as many.
 """
 
-import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as torch_dist
 from torch import Tensor, nn
 
-from dist.bucket import Bucket, make_buckets
-from dist.collectives import all_gather_shards, broadcast_object, gather_objects, rank, world_size
+from dist.bucket import make_buckets
+from dist.collectives import all_reduce_sum, open_collectives, world_size
+from dist.ddp import DDP
+from dist.parameter_gather import ParameterGather
+from dist.shard import Shard
+from dist.sharded_state import NamedState, gather_state, load_state
 
-# State by parameter name: what a checkpoint stores.
-NamedState = dict[str, dict[str, Any]]
-
-
-@dataclass
-class _Piece:
-    """The elements first..last of one weight that this rank updates."""
-
-    weight: nn.Parameter
-    first: int
-    last: int
-    # Shares its memory with the weight; what the wrapped optimizer takes for its parameter.
-    parameter: nn.Parameter
+BUCKET_BYTES = 25 * 2**20
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
-    """Shard any elementwise optimizer over the ranks of the process group.
+    """Shard an optimizer over the ranks of the process group.
 
-        optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=3e-4)
+        ddp = DDP(model)
+        optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=3e-4, ddp=ddp)
+
+        loss(ddp(x)).backward()
+        ddp.finish_gradient_sync()
+        optimizer.clip_grad_norm(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
 
     Args:
-        params: parameters or groups, as for torch.optim; the same on every rank.
+        params: parameters or groups, as for torch.optim; the same on every rank. Their memory moves
+            into flat buffers; the Parameter objects stay.
         optimizer_cls: an optimizer whose update of an element depends on that element's weight,
-            gradient and state alone (SGD, Adam, AdamW, ...; not Adafactor, not Muon).
-        **kwargs: its hyperparameters.
+            gradient and state alone (SGD, Adam, AdamW, ...; not Adafactor), or one that has
+            `whole_matrices = True` and takes stacks of them.
+        ddp: the wrapper of the module that the parameters are of. Their `grad` is None after
+            finish_gradient_sync: the shards are here. Whoever reads weights not by calling the
+            module, one of its children, or `state_dict`, calls `finish_gather()` first.
+            None: gradients must be complete on all ranks before `step`.
+        **kwargs: hyperparameters of optimizer_cls.
 
-    The weights' memory moves into flat buffers; the Parameter objects stay. Gradients must be
-    complete before `step`, on all ranks. Zero-size weights and ranks without a piece are fine.
+    Weights of 16 bits have float32 masters, in the shards alone; they are what is updated.
+
+    Raises:
+        ValueError: whole matrices are needed, and a parameter is none.
     """
 
     def __init__(
         self,
         params: Iterable[Any],
         optimizer_cls: Callable[..., torch.optim.Optimizer],
+        *,
+        ddp: DDP | None = None,
         **kwargs: Any,
     ) -> None:
+        self._whole_matrices = bool(getattr(optimizer_cls, "whole_matrices", False))
+        self._ddp = ddp if world_size() > 1 else None
+        self._shards: list[Shard] = []
+        self._gather: ParameterGather | None = None
         super().__init__(params, dict(kwargs))
-        self._flats: list[Tensor] = []
-        self._pieces: list[_Piece] = []
-        groups = [
-            {**group, "params": [piece.parameter for piece in self._cut(group["params"])]}
-            for group in self.param_groups
-        ]
-        self._local = optimizer_cls(groups, **kwargs)
+        self._shards_of_group = [self._lay_out(group["params"]) for group in self.param_groups]
+        self._local = optimizer_cls(
+            [
+                {**group, "params": _parameters(shards)}
+                for group, shards in zip(self.param_groups, self._shards_of_group, strict=True)
+            ],
+            **kwargs,
+        )
         for group, local in zip(self.param_groups, self._local.param_groups, strict=True):
-            for key, value in local.items():
-                group.setdefault(key, value)
-
-    def _cut(self, weights: list[nn.Parameter]) -> list[_Piece]:
-        """Lay weights into flat buffers, one a dtype and device, and take this rank's pieces.
-
-        Frozen weights lie apart: they have no state, and would leave some rank less than its share.
-        """
-        trained = [weight for weight in weights if weight.requires_grad]
-        frozen = [weight for weight in weights if not weight.requires_grad]
-        pieces = []
-        for bucket in (
-            *make_buckets(trained, math.inf, world_size()),
-            *make_buckets(frozen, math.inf, world_size()),
-        ):
-            flat = bucket.new_buffer()
-            views = bucket.views(flat)
-            with torch.no_grad():
-                for weight, view in zip(bucket.parameters, views, strict=True):
-                    view.copy_(weight)
-                    weight.data = view
-            pieces.extend(self._pieces_of(bucket, views))
-            self._flats.append(flat)
-        self._pieces.extend(pieces)
-        return pieces
-
-    def _pieces_of(self, bucket: Bucket, views: list[Tensor]) -> list[_Piece]:
-        return [
-            _Piece(
-                weight=bucket.parameters[index],
-                first=first,
-                last=last,
-                parameter=nn.Parameter(views[index].view(-1)[first:last]),
-            )
-            for index, first, last in bucket.pieces(rank(), world_size())
-        ]
+            _add_missing(group, local)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update this rank's pieces and exchange them; every rank must call it.
+        """Update this rank's shards and exchange them; every rank must call it.
 
         Args:
             closure: recomputes and returns the loss, as in torch.optim.
@@ -123,31 +104,86 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         for group, local in zip(self.param_groups, self._local.param_groups, strict=True):
             local.update({key: value for key, value in group.items() if key != "params"})
-        for piece in self._pieces:
-            grad = piece.weight.grad
-            piece.parameter.grad = (
-                None if grad is None else grad.reshape(-1)[piece.first : piece.last]
-            )
+        if self._gather is not None:
+            self._gather.wait_until_writable()
+        self._take_gradients()
         self._local.step()
-        for piece in self._pieces:
-            piece.parameter.grad = None
-        for flat in self._flats:
-            all_gather_shards(flat)
+        for shard in self._shards:
+            shard.drop_gradients()
+            shard.write_back()
+        if self._gather is not None:
+            self._gather.start()
+            if self._ddp is None:
+                self._gather.wait()
         return loss
+
+    def finish_gather(self) -> None:
+        """Wait for the exchange that `step` started: then all weights are there to be read."""
+        if self._gather is not None:
+            self._gather.wait()
+
+    @torch.no_grad()
+    def clip_grad_norm(self, max_norm: float, grad_scale: float | Tensor = 1.0) -> Tensor:
+        """Divide all gradients by grad_scale, then scale them to a global norm of at most max_norm.
+
+        One small reduction makes the norm, and with it the answer to whether any gradient is
+        infinite or NaN, the same on all ranks; every rank must call it. A norm that is not finite
+        leaves the gradients as they are: the caller skips the step.
+
+        Args:
+            max_norm: above 0; infinity: divide and measure alone.
+            grad_scale: what the loss was multiplied by; > 0, a number or a 0-d tensor.
+
+        Returns:
+            The norm after the division and before clipping, a 0-d tensor on the weights' device.
+
+        Raises:
+            ValueError: max_norm is not above 0.
+        """
+        if not max_norm > 0:
+            raise ValueError(f"max_norm {max_norm} must be above 0 (infinity: no clipping)")
+        self._take_gradients()
+        shards = [
+            segment.parameter.grad
+            for shard in self._shards
+            for segment in shard.segments
+            if segment.parameter.grad is not None
+        ]
+        device = self._shards[0].buffer.device if self._shards else torch.device("cpu")
+        total = torch.zeros((), dtype=torch.float32, device=device)
+        if shards:
+            norms = [norm.float() for norm in torch._foreach_norm(shards, 2)]
+            total = torch.stack(norms).square().sum()
+        norm = all_reduce_sum(total).sqrt() / grad_scale
+        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0) / grad_scale
+        factor = torch.where(torch.isfinite(norm), factor, 1.0)
+        # Without our DDP it is the weights' own gradients that `step` will read.
+        gradients = shards if self._ddp is not None else self._own_gradients()
+        if gradients and (device.type != "cpu" or factor != 1.0):  # to ask a GPU is to wait for it
+            torch._foreach_mul_(gradients, factor)
+        return norm
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients, the shards included."""
+        for shard in self._shards:
+            if shard.reducer is not None:
+                shard.reducer.clear()
+        super().zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, sharded like the others."""
         super().add_param_group(param_group)
         if hasattr(self, "_local"):  # torch's constructor adds the first groups through here
             group = self.param_groups[-1]
-            pieces = [piece.parameter for piece in self._cut(group["params"])]
-            self._local.add_param_group({**group, "params": pieces})
-            for key, value in self._local.param_groups[-1].items():
-                group.setdefault(key, value)
+            self._shards_of_group.append(self._lay_out(group["params"]))
+            parameters = _parameters(self._shards_of_group[-1])
+            self._local.add_param_group({**group, "params": parameters})
+            _add_missing(group, self._local.param_groups[-1])
 
     def state_bytes(self) -> int:
-        """Bytes of optimizer state that this rank keeps."""
-        return sum(
+        """Bytes of optimizer state that this rank keeps, masters of 16-bit weights included."""
+        masters = sum(shard.values.nbytes for shard in self._shards if shard.is_half)
+        return masters + sum(
             value.nbytes
             for state in self._local.state.values()
             for value in state.values()
@@ -170,54 +206,26 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         raise RuntimeError("a rank holds only its part of the state: use load_state(names, state)")
 
-    @torch.no_grad()
     def gather_state(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> NamedState:
-        """Put the full state together on rank 0, one weight at a time; every rank must call it.
+        """Put the full state together on rank 0, bucket by bucket; every rank must call it.
 
         Args:
             named_parameters: names for all parameters of this optimizer.
 
         Returns:
             On rank 0: for each name with state, each entry, tensors in the weight's shape on the
-            CPU. On other ranks: empty.
+            CPU; `master` is a 16-bit weight in float32. On other ranks: empty.
         """
-        names = {id(parameter): name for name, parameter in named_parameters}
-        described = {
-            (names[id(piece.weight)], piece.first, piece.last): {
-                key: value.dtype if _is_elementwise(value, piece) else _on_cpu(value)
-                for key, value in self._local.state[piece.parameter].items()
-            }
-            for piece in self._pieces
-            if piece.parameter in self._local.state
-        }
-        by_rank = broadcast_object(gather_objects(described))
-        gathered: NamedState = {}
-        weights = {names[id(w)]: w for group in self.param_groups for w in group["params"]}
-        pieces = {(names[id(piece.weight)], piece.first): piece for piece in self._pieces}
-        for owner, described in enumerate(by_rank):
-            for (name, first, last), entries in described.items():
-                state = gathered.setdefault(name, {}) if rank() == 0 else {}
-                for key, value in entries.items():
-                    if not isinstance(value, torch.dtype):
-                        state.setdefault(key, value)
-                    elif rank() in (0, owner):
-                        part = torch.empty(last - first, dtype=value, device=weights[name].device)
-                        if rank() == owner:
-                            part = self._local.state[pieces[name, first].parameter][key]
-                        _move_to_rank_zero(part, owner)
-                        if rank() == 0:
-                            if key not in state:
-                                state[key] = torch.empty(weights[name].shape, dtype=value)
-                            state[key].view(-1)[first:last] = part.cpu()
-        return gathered
+        return gather_state(self._shards, self._local.state, dict(named_parameters))
 
-    @torch.no_grad()
     def load_state(
         self,
         named_parameters: Iterable[tuple[str, nn.Parameter]],
         state: Mapping[str, Mapping[str, Any]],
     ) -> None:
         """Take this rank's part of a full state, whatever number of ranks wrote it.
+
+        16-bit weights without a `master` in the state are taken as they are now.
 
         Args:
             named_parameters: names for all parameters of this optimizer.
@@ -228,66 +236,84 @@ class ShardedOptimizer(torch.optim.Optimizer):
             ValueError: the state is another model's; names the first parameter that is unknown or
                 of another shape. The optimizer keeps the state that it had.
         """
-        names = {id(parameter): name for name, parameter in named_parameters}
-        weights = {names[id(w)]: w for group in self.param_groups for w in group["params"]}
-        _check_state(state, weights)
-        # An update that is one GPU kernel wants its step counter on the GPU too.
+        self.finish_gather()
         counted_on_device = {
             id(parameter)
             for group in self._local.param_groups
             if group.get("fused") or group.get("capturable")
             for parameter in group["params"]
         }
+        counts_on_device = [
+            any(id(segment.parameter) in counted_on_device for segment in shard.segments)
+            for shard in self._shards
+        ]
+        loaded = load_state(self._shards, dict(named_parameters), state, counts_on_device)
         self._local.state.clear()
-        for piece in self._pieces:
-            on_device = id(piece.parameter) in counted_on_device
-            counter_device = piece.weight.device if on_device else torch.device("cpu")
-            for key, value in state.get(names[id(piece.weight)], {}).items():
-                entry = _cut_entry(key, value, piece, counter_device)
-                self._local.state[piece.parameter][key] = entry
+        self._local.state.update(loaded)
+        self._renew_local_parameters()
+
+    def _lay_out(self, weights: list[nn.Parameter]) -> list[Shard]:
+        """Lay weights into flat buckets and take this rank's share of each.
+
+        Frozen weights lie apart: they have no state, and would leave some rank less than its share.
+        """
+        if self._whole_matrices and any(weight.dim() != 2 for weight in weights):
+            raise ValueError("whole matrices are shared out here, and a parameter is none")
+        buckets = []
+        for frozen in (False, True):
+            some = [weight for weight in weights if weight.requires_grad != frozen]
+            if self._ddp is not None:
+                buckets += self._ddp.make_buckets(some, self._whole_matrices)
+            else:
+                whole = self._whole_matrices
+                buckets += make_buckets(some, BUCKET_BYTES, world_size(), None, whole)
+        reducers: list[Any] = [None] * len(buckets)
+        if self._ddp is not None:
+            reducers = list(self._ddp.scatter_gradients(buckets))
+        shards = []
+        for bucket, reducer in zip(buckets, reducers, strict=True):
+            if world_size() > 1 and self._gather is None:
+                self._gather = self._new_gather(bucket.device)
+            if self._gather is None:
+                buffer = torch.empty(bucket.padded_numel, dtype=bucket.dtype, device=bucket.device)
+            else:
+                buffer = self._gather.add(bucket)
+            shards.append(Shard(bucket, buffer, self._whole_matrices, reducer))
+        self._shards += shards
+        return shards
+
+    def _new_gather(self, device: torch.device) -> ParameterGather:
+        if self._ddp is None:
+            return ParameterGather(None, open_collectives(device))
+        assert self._ddp.collectives is not None
+        gather = ParameterGather(self._ddp.module, self._ddp.collectives)
+        self._ddp.module.register_load_state_dict_post_hook(lambda *_: self._read_back())
+        return gather
+
+    def _read_back(self) -> None:
+        for shard in self._shards:
+            shard.read_back()
+
+    def _take_gradients(self) -> None:
+        was_split = [shard.split(self._local.state) for shard in self._shards]
+        if any(was_split):
+            self._renew_local_parameters()
+        for shard in self._shards:
+            shard.take_gradients()
+
+    def _renew_local_parameters(self) -> None:
+        """Let the wrapped optimizer have the segments as they are now."""
+        for shards, local in zip(self._shards_of_group, self._local.param_groups, strict=True):
+            local["params"] = _parameters(shards)
+
+    def _own_gradients(self) -> list[Tensor]:
+        return [p.grad for g in self.param_groups for p in g["params"] if p.grad is not None]
 
 
-def _is_elementwise(value: Any, piece: _Piece) -> bool:
-    return isinstance(value, Tensor) and value.shape == piece.parameter.shape
+def _parameters(shards: Iterable[Shard]) -> list[nn.Parameter]:
+    return [segment.parameter for shard in shards for segment in shard.segments]
 
 
-def _check_state(
-    state: Mapping[str, Mapping[str, Any]], weights: Mapping[str, nn.Parameter]
-) -> None:
-    for name, entries in state.items():
-        if name not in weights:
-            raise ValueError(f"state for {name}, which is no parameter of this optimizer")
-        for key, value in entries.items():
-            shape = tuple(weights[name].shape)
-            if isinstance(value, Tensor) and value.dim() > 0 and value.shape != shape:
-                raise ValueError(
-                    f"{key} of {name} has shape {tuple(value.shape)}, the parameter has {shape}"
-                )
-
-
-def _on_cpu(value: Any) -> Any:
-    """What may be unpickled on any rank: a GPU's tensor would come back on the same GPU number."""
-    return value.cpu() if isinstance(value, Tensor) else value
-
-
-def _cut_entry(key: str, value: Any, piece: _Piece, counter_device: torch.device) -> Any:
-    """A piece's part of one entry; counters such as `step` are the same for every piece."""
-    if not isinstance(value, Tensor):
-        return value
-    if key == "step" or value.shape != piece.weight.shape:
-        return value.to(counter_device, copy=True)
-    part = value.reshape(-1)[piece.first : piece.last]
-    return part.to(piece.weight.device, copy=True)
-
-
-def _move_to_rank_zero(part: Tensor, owner: int) -> None:
-    """Send `part` from its owner; rank 0 receives into its own `part`."""
-    if owner == 0:
-        return
-    # gloo sends from the CPU's memory only.
-    staged = part.cpu() if torch_dist.get_backend() == "gloo" else part
-    if rank() == 0:
-        torch_dist.recv(staged, src=owner)
-        part.copy_(staged)
-    else:
-        torch_dist.send(staged.contiguous(), dst=0)
+def _add_missing(group: dict[str, Any], local: Mapping[str, Any]) -> None:
+    for key, value in local.items():
+        group.setdefault(key, value)

@@ -23,13 +23,11 @@ def test_parameters_lie_end_to_end_in_the_given_order():
 
 
 @pytest.mark.parametrize(
-    ("world_size", "extra", "padded"), [(1, 0, 7), (4, 0, 8), (7, 0, 7), (3, 2, 9), (10, 5, 20)]
+    ("world_size", "unit", "padded"), [(1, 1, 7), (4, 1, 8), (7, 1, 7), (3, 7, 21), (2, 5, 10)]
 )
-def test_a_buffer_is_padded_so_that_every_rank_gets_the_same_length(world_size, extra, padded):
-    bucket = Bucket([parameter(7)], world_size, extra)
-    buffer = bucket.new_buffer()
-    assert buffer.shape == (padded,)
-    assert not buffer.any()
+def test_a_buffer_is_padded_so_that_every_rank_gets_as_many_whole_units(world_size, unit, padded):
+    bucket = Bucket([parameter(7)], world_size, unit)
+    assert bucket.padded_numel == padded
     shards = [bucket.shard(rank, world_size) for rank in range(world_size)]
     assert {end - start for start, end in shards} == {padded // world_size}
     assert shards[0][0] == 0
@@ -74,15 +72,25 @@ def test_each_kind_has_buckets_of_its_own():
     buckets = make_buckets([parameter(2, dtype=kind) for kind in kinds], capacity_bytes=1e9)
     found = {bucket.dtype: len(bucket.parameters) for bucket in buckets}
     assert found == {torch.bfloat16: 2, torch.float64: 1, torch.float32: 2}
-    assert all(bucket.new_buffer().dtype == bucket.dtype for bucket in buckets)
 
 
-def test_extra_elements_are_kept_for_each_parameter_of_a_bucket():
-    buckets = make_buckets([parameter(3), parameter(2), parameter(4)], 24, 2, 1)
-    assert [(b.numel, len(b.parameters), b.padded_numel) for b in buckets] == [
-        (6, 2, 8),
-        (3, 1, 4),
-    ]
+def test_the_first_bucket_may_be_smaller():
+    buckets = make_buckets([parameter(2) for _ in range(6)], 24, first_capacity_bytes=8)
+    assert [len(bucket.parameters) for bucket in buckets] == [1, 3, 2]
+
+
+def test_whole_matrices_of_one_shape_are_shared_out_evenly():
+    wide, tall = [parameter(2, 5) for _ in range(7)], [parameter(5, 2) for _ in range(2)]
+    layers = [wide[0], tall[0], *wide[1:], tall[1]]
+    buckets = make_buckets(layers, 100, world_size=3, whole_matrices=True)
+    shapes = [{p.shape for p in bucket.parameters} for bucket in buckets]
+    assert all(len(shape) == 1 for shape in shapes)
+    # 100 bytes hold two matrices of 40, but a cut comes after three: one for each rank.
+    assert [len(bucket.parameters) for bucket in buckets] == [3, 3, 2, 1]
+    for bucket in buckets:
+        for rank in range(3):
+            for index, first, last in bucket.pieces(rank, 3):
+                assert (first, last) == (0, bucket.parameters[index].numel())
 
 
 def test_a_tied_parameter_counts_once():
@@ -92,9 +100,9 @@ def test_a_tied_parameter_counts_once():
     assert bucket.numel == 5
 
 
-@given(shapes, st.integers(1, 9), st.integers(0, 3))
-def test_pieces_of_all_ranks_tile_every_parameter_exactly(shapes, world_size, extra):
-    bucket = Bucket([parameter(*shape) for shape in shapes], world_size, extra)
+@given(shapes, st.integers(1, 9), st.integers(1, 4))
+def test_pieces_of_all_ranks_tile_every_parameter_exactly(shapes, world_size, unit):
+    bucket = Bucket([parameter(*shape) for shape in shapes], world_size, unit)
     length = bucket.padded_numel // world_size
     covered: list[list[int]] = [[] for _ in shapes]
     for rank in range(world_size):

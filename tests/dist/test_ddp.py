@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-import dist.ddp
 from dist.collectives import rank, world_size
 from dist.ddp import DDP
 from tests.dist.helpers import (
@@ -239,7 +238,10 @@ def different_models(what):
         ("fewer", "parameter 1.weight (2, 4) {}, rank 2 has buffer mask (3,) torch.float32"),
         ("buffer", "buffer mask (3,) torch.float32, rank 2 has buffer mask (4,) torch.float32"),
         ("tied", "parameter 1.weight (2, 4) {}, rank 2 has parameter 1.bias (2,) {}"),
-        ("cap", "buckets of 25.0 MB, rank 2 has buckets of 1.0 MB"),
+        (
+            "cap",
+            "buckets of 25.0 MB, None on the wire, rank 2 has buckets of 1.0 MB, None on the wire",
+        ),
     ],
 )
 def test_different_models_are_refused_with_the_first_difference_on_every_rank(what, difference):
@@ -296,19 +298,20 @@ def events_of_backward(order_by_rank, frozen_before=(), frozen=()):
     ddp = DDP(module, ONE_LAYER_MB)
     for index, layer in enumerate(module.layers):
         layer.requires_grad_(index not in frozen)
-    number = {r.buffer.data_ptr(): index for index, r in enumerate(ddp._reducers)}
     events: list[tuple[str, int]] = []
-    send = dist.ddp.start_all_reduce_mean
+    collectives: Any = ddp.collectives
+    send = collectives.all_reduce_mean
 
     def record_and_send(buffer):
-        events.append(("send", number[buffer.data_ptr()]))
+        (number,) = [n for n, r in enumerate(ddp._reducers) if r._buffer is buffer]
+        events.append(("send", number))
         return send(buffer)
 
     for index in set(range(6)) - set(frozen):
         module.layers[index].weight.register_post_accumulate_grad_hook(
             lambda _, index=index: events.append(("gradient", index))
         )
-    with mock.patch.object(dist.ddp, "start_all_reduce_mean", record_and_send):
+    with mock.patch.object(collectives, "all_reduce_mean", record_and_send):
         ddp(torch.ones(2, 5), order_by_rank[rank()]).sum().backward()
         events.append(("end of backward", 0))
         ddp.finish_gradient_sync()
@@ -322,8 +325,10 @@ def events_of_backward(order_by_rank, frozen_before=(), frozen=()):
 )
 def test_buckets_are_sent_while_backward_is_still_running(frozen_before, frozen):
     for events in run_distributed(events_of_backward, 2, [range(6)] * 2, frozen_before, frozen):
-        # Buckets 0 to 4 hold layers 5 to 1.
-        for bucket in range(5):
+        # Buckets 0 to 4 hold layers 5 to 1. Nothing is sent for what was always frozen.
+        asleep = {5 - index for index in set(frozen_before) & set(frozen)}
+        assert not asleep & {number for what, number in events if what == "send"}
+        for bucket in set(range(5)) - asleep:
             below = max(set(range(5 - bucket)) - set(frozen))
             assert events.index(("send", bucket)) < events.index(("gradient", below))
         assert events[-1] == ("end of backward", 0)
@@ -339,7 +344,7 @@ def test_buckets_are_sent_in_one_order_whatever_order_gradients_come_in():
 def sends_in_no_sync():
     ddp = DDP(Branches(), ONE_LAYER_MB)
     sent = []
-    with mock.patch.object(dist.ddp, "start_all_reduce_mean", lambda buffer: sent.append(buffer)):
+    with mock.patch.object(ddp.collectives, "all_reduce_mean", lambda buffer: sent.append(buffer)):
         with ddp.no_sync():
             ddp(torch.ones(2, 5), range(6)).sum().backward()
             with ddp.no_sync():
@@ -357,9 +362,10 @@ def test_nothing_is_sent_under_no_sync():
 def memory_of_gradients():
     ddp = DDP(TinyLanguageModel())
     (reducer,) = ddp._reducers
-    start, end = reducer.buffer.data_ptr(), reducer.buffer.data_ptr() + reducer.buffer.nbytes
     for step in range(2):
         language_model_loss(ddp, tokens(step, rows=2)).backward()
+        buffer: Any = reducer._buffer
+        start, end = buffer.data_ptr(), buffer.data_ptr() + buffer.nbytes
         for gradient in [p.grad for p in ddp.parameters()]:
             assert gradient is not None
             assert start <= gradient.data_ptr() <= gradient.data_ptr() + gradient.nbytes <= end

@@ -250,19 +250,42 @@ def test_a_closure_computes_the_loss_with_gradients():
 
 
 def mixed_dtypes():
+    """The reference of a 16-bit weight is a float32 one that is rounded after every step."""
     models = nn.Linear(5, 3), nn.Linear(5, 3)
     for model in models:
         torch.manual_seed(0)
         model.reset_parameters()
-        model.weight.data = model.weight.data.bfloat16()
+    models[0].weight.data = models[0].weight.data.bfloat16()
+    models[1].weight.data = models[0].weight.data.float()
     sharded, plain = ShardedOptimizer(models[0].parameters(), ADAMW), ADAMW(models[1].parameters())
-    for step in range(3):
-        step_both((sharded, plain), models, step)
+    for step in range(20):
+        write_gradients(models[0], step)
+        for ours, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True):
+            assert ours.grad is not None
+            theirs.grad = ours.grad.float()
+        sharded.step()
+        plain.step()
+        assert torch.equal(models[0].weight, models[1].weight.bfloat16())
+        assert torch.equal(models[0].bias, models[1].bias)
+    named = dict(models[0].named_parameters())
+    state = sharded.gather_state(named.items())
+    if rank() == 0:
+        assert torch.equal(state["weight"]["master"], models[1].weight)
+        assert "master" not in state["bias"]
+    # The next steps go on from the master, not from its rounded image.
+    sharded.load_state(named.items(), broadcast(state))
+    write_gradients(models[0], 20)
+    gradient: Any = models[0].weight.grad
+    models[1].weight.grad = gradient.float()
+    sharded.step()
+    plain.step()
+    assert torch.equal(models[0].weight, models[1].weight.bfloat16())
     return models[0].weight.dtype, models[0].bias.dtype
 
 
-def test_weights_of_different_dtypes_share_a_group():
-    assert run_distributed(mixed_dtypes, 3) == [(torch.bfloat16, torch.float32)] * 3
+@pytest.mark.parametrize("size", [1, 3])
+def test_weights_of_16_bits_have_masters_in_float32(size):
+    assert run_distributed(mixed_dtypes, size) == [(torch.bfloat16, torch.float32)] * size
 
 
 def moved_weights():
@@ -492,7 +515,8 @@ def memory_of_weights():
     storages = {p.untyped_storage().data_ptr(): p.untyped_storage() for p in model.parameters()}
     write_gradients(model, 0)
     optimizer.step()
-    assert not any(piece.parameter.grad is not None for piece in optimizer._pieces)
+    segments = [segment for shard in optimizer._shards for segment in shard.segments]
+    assert not any(segment.parameter.grad is not None for segment in segments)
     return len(storages), sum(s.nbytes() for s in storages.values()) - 4 * elements
 
 

@@ -1,0 +1,107 @@
+"""All-gather of updated weights, hidden under the next forward.
+
+After a sharded step each rank has new values for its shard of every bucket of weights, and old ones
+for the rest. The shards are exchanged while the next forward already runs: each bucket is awaited
+when the first module that reads it is called.
+
+Which module reads which weight is taken from the module tree: a *unit* is a child of the wrapped
+module, or an element of its ModuleList, ModuleDict or Sequential (a Transformer's embedding, each
+of its blocks, its head). A unit's forward pre-hook awaits all weights inside the unit; the wrapped
+module's own awaits its direct parameters, and the weights of units that its last forward did not
+call, since it may read them itself. Blocks that `torch.compile` has compiled one by one keep this:
+the hook is left out of their graphs. Reading a state dict awaits everything, and so does loading.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dist.bucket import Bucket
+from dist.collectives import BucketCollectives, Work
+
+
+class ParameterGather:
+    """The gathers of one module's weights.
+
+    Args:
+        module: whose forward is the next to read the weights; None: nothing awaits by itself.
+        collectives: that move the shards.
+    """
+
+    def __init__(self, module: nn.Module | None, collectives: BucketCollectives) -> None:
+        self._collectives = collectives
+        self._buffers: list[Tensor] = []
+        self._bucket_of: dict[int, int] = {}  # parameter's identity -> place in the lists
+        self._works: dict[int, Work] = {}
+        self._units: list[nn.Module] = []
+        self._called: set[nn.Module] = set()
+        self._module = module
+        if module is not None:
+            self._units = list(_units(module))
+            module.register_forward_pre_hook(_left_out_of_graphs(self._before_module))
+            for unit in self._units:
+                unit.register_forward_pre_hook(_left_out_of_graphs(self._before_unit))
+            for part in module.modules():
+                part.register_state_dict_pre_hook(lambda *_: self.wait())
+                part.register_load_state_dict_pre_hook(lambda *_: self.wait())
+
+    def add(self, bucket: Bucket) -> Tensor:
+        """Take on a bucket of weights; returns the buffer (padded_numel,) that will hold them."""
+        for parameter in bucket.parameters:
+            self._bucket_of[id(parameter)] = len(self._buffers)
+        buffer = self._collectives.new_buffer(bucket.padded_numel, bucket.dtype, bucket.device)
+        self._buffers.append(buffer)
+        return buffer
+
+    def start(self) -> None:
+        """Begin to gather every bucket, those first that forward reads first."""
+        for place in reversed(range(len(self._buffers))):
+            self._works[place] = self._collectives.all_gather(self._buffers[place])
+
+    def wait(self) -> None:
+        """Wait for all buckets: then every rank has all weights."""
+        self._wait_for(list(self._works))
+
+    def wait_until_writable(self) -> None:
+        """Wait until this rank may change its shards: it has all others', and they have its."""
+        self.wait()
+        for buffer in self._buffers:
+            self._collectives.wait_until_writable(buffer)
+
+    def _before_module(self, *_: Any) -> None:
+        if self._works:
+            inside = [unit for unit in self._units if unit in self._called]
+            self._wait_for(self._places(self._parameters_outside(inside)))
+        self._called.clear()
+
+    def _before_unit(self, unit: nn.Module, *_: Any) -> None:
+        self._called.add(unit)
+        if self._works:
+            self._wait_for(self._places(unit.parameters()))
+
+    def _parameters_outside(self, units: Sequence[nn.Module]) -> Iterator[nn.Parameter]:
+        assert self._module is not None
+        inside = {id(parameter) for unit in units for parameter in unit.parameters()}
+        return (p for p in self._module.parameters() if id(p) not in inside)
+
+    def _places(self, parameters: Iterator[nn.Parameter]) -> list[int]:
+        places = {self._bucket_of.get(id(parameter), -1) for parameter in parameters}
+        return [place for place in self._works if place in places]
+
+    def _wait_for(self, places: Sequence[int]) -> None:
+        for place in places:  # in the order of starting
+            self._works.pop(place).wait()
+
+
+def _left_out_of_graphs(hook: Any) -> Any:
+    return torch.compiler.disable(hook)
+
+
+def _units(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
+            yield from _units(child)
+        else:
+            yield child

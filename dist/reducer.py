@@ -1,0 +1,204 @@
+"""One bucket's gradients on their way through a sync.
+
+The gradients of a bucket lie in one flat buffer. What is made of them there is either their average
+over all ranks, which every rank then has whole (an all-reduce), or only this rank's shard of it (a
+reduce-scatter): then the full gradients are needed no longer than until they are sent, and their
+memory goes to the next bucket that backward fills.
+"""
+
+import torch
+from torch import Tensor
+
+from dist.bucket import Bucket
+from dist.collectives import HALF_PRECISION, BucketCollectives, Work, world_size
+
+
+class Reducer:
+    """The gradients of one bucket.
+
+    Args:
+        bucket: its layout.
+        collectives: that average it.
+        scatter: keep this rank's shard of the average alone.
+        wire_dtype: in which gradients travel; None: in their own.
+
+    Attributes:
+        shard: this rank's shard of the average, (padded_numel / world_size,), float32 where
+            gradients have 16 bits; None unless `scatter` is set and a sync has finished since the
+            gradients were last cleared.
+        used: by parameter, whether any rank had a gradient for it; of the last finished sync.
+        sent: whether the bucket has been sent in this sync.
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        collectives: BucketCollectives,
+        scatter: bool = False,
+        wire_dtype: torch.dtype | None = None,
+    ) -> None:
+        self.bucket = bucket
+        self.scatter = scatter
+        self.shard: Tensor | None = None
+        self.used = [False] * len(bucket.parameters)
+        self.sent = False
+        self._collectives = collectives
+        is_wider = wire_dtype is not None and wire_dtype.itemsize < bucket.dtype.itemsize
+        self._wire_dtype = wire_dtype if is_wider else None
+        self._buffer: Tensor | None = None
+        self._views: list[Tensor] = []
+        self._views_of: dict[int, list[Tensor]] = {}  # by the buffer's address
+        self._is_frozen = not any(parameter.requires_grad for parameter in bucket.parameters)
+        self._ready = [False] * len(bucket.parameters)
+        self._num_ready = 0
+        self._expected = 0
+        self._wire: Tensor | None = None
+        self._shard_memory: Tensor | None = None
+        self._arriving: Tensor | None = None
+        self._work: Work | None = None
+
+    @property
+    def started(self) -> bool:
+        """Whether a sync is under way in this bucket."""
+        return self.sent or self._num_ready > 0
+
+    def is_complete(self) -> bool:
+        """Whether every gradient that can come has come."""
+        if self._num_ready == 0:
+            return not any(parameter.requires_grad for parameter in self.bucket.parameters)
+        return self._num_ready >= self._expected
+
+    def is_dormant(self) -> bool:
+        """Whether there is nothing to send: frozen from the start, and still."""
+        return self._is_frozen and not any(p.requires_grad for p in self.bucket.parameters)
+
+    def take(self, index: int) -> None:
+        """Make a parameter's gradient a view of the buffer, whoever made it."""
+        if self._buffer is None:
+            self._borrow_buffer()
+        parameter, view = self.bucket.parameters[index], self._views[index]
+        gradient = parameter.grad
+        if gradient is not None and gradient is not view:
+            view.copy_(gradient)
+            parameter.grad = view
+
+    def mark_ready(self, index: int) -> bool:
+        """Note that a gradient is complete; whether the bucket is.
+
+        Raises:
+            RuntimeError: the gradient already was, in this sync.
+        """
+        if self.sent or self._ready[index]:
+            raise RuntimeError(
+                "a second backward before finish_gradient_sync(): finish the first, or run all "
+                "micro-batches but the last under no_sync()"
+            )
+        if self._num_ready == 0:
+            # Here, not in the constructor: parameters may be frozen or thawed between steps.
+            self._expected = sum(parameter.requires_grad for parameter in self.bucket.parameters)
+        self._ready[index] = True
+        self._num_ready += 1
+        return self._num_ready >= self._expected
+
+    def send(self) -> list[bool]:
+        """Start to average the bucket.
+
+        Returns:
+            By parameter, whether this rank has a gradient for it.
+        """
+        if self._buffer is None:
+            self._borrow_buffer()
+        assert self._buffer is not None
+        parameters = self.bucket.parameters
+        has_gradient = [parameter.grad is not None for parameter in parameters]
+        for index, has in enumerate(has_gradient):
+            if has:
+                self.take(index)  # of a frozen parameter, or one set by hand: no hook took it
+            else:
+                self._views[index].zero_()
+        if self._wire_dtype is not None:
+            self._wire = self._collectives.new_buffer(
+                self._buffer.numel(), self._wire_dtype, self._buffer.device
+            )
+            self._wire.copy_(self._buffer)
+        on_its_way = self._buffer if self._wire is None else self._wire
+        if self.scatter:
+            for parameter in parameters:
+                parameter.grad = None
+            self._arriving = self._memory_of_shard()
+            self._work = self._collectives.reduce_scatter_mean(on_its_way, self._arriving)
+        else:
+            self._work = self._collectives.all_reduce_mean(on_its_way)
+        self.sent = True
+        return has_gradient
+
+    def wait(self) -> None:
+        """Wait for the average."""
+        assert self._work is not None
+        self._work.wait()
+        self._work = None
+
+    def finish(self, used: list[bool]) -> None:
+        """Hand the average over, and be ready for the next sync.
+
+        Args:
+            used: by parameter, whether any rank had a gradient for it.
+        """
+        assert self._buffer is not None
+        if self.scatter:
+            self._keep_shard(used)
+            for buffer in (self._buffer, self._wire):
+                if buffer is not None:
+                    self._collectives.recycle(buffer)
+            self._buffer = None
+        else:
+            if self._wire is not None:
+                self._buffer.copy_(self._wire)
+                self._collectives.recycle(self._wire)
+            for parameter, view, is_used in zip(
+                self.bucket.parameters, self._views, used, strict=True
+            ):
+                # A parameter frozen on this rank alone would break the replicas: it takes part.
+                gradient = view if is_used else None
+                if parameter.grad is not gradient:
+                    parameter.grad = gradient
+            self.used = used
+        self._wire = None
+        self._ready = [False] * len(self._ready)
+        self._num_ready = 0
+        self.sent = False
+
+    def clear(self) -> None:
+        """Forget the shard; parameters' gradients are cleared by whoever owns those."""
+        self.shard = None
+        self.used = [False] * len(self.bucket.parameters)
+
+    def _keep_shard(self, used: list[bool]) -> None:
+        if self.shard is None:
+            self.shard, self.used = self._arriving, used
+        else:  # not cleared since the last sync: gradients add up, as in torch
+            assert self._arriving is not None
+            self.shard.add_(self._arriving)
+            self.used = [a or b for a, b in zip(self.used, used, strict=True)]
+        self._arriving = None
+
+    def _memory_of_shard(self) -> Tensor:
+        if self._shard_memory is not None and self.shard is None:
+            return self._shard_memory
+        is_half = self.bucket.dtype in HALF_PRECISION
+        memory = torch.empty(
+            self.bucket.padded_numel // world_size(),
+            dtype=torch.float32 if is_half else self.bucket.dtype,
+            device=self.bucket.device,
+        )
+        if self._shard_memory is None:
+            self._shard_memory = memory
+        return memory
+
+    def _borrow_buffer(self) -> None:
+        bucket = self.bucket
+        buffer = self._collectives.new_buffer(bucket.padded_numel, bucket.dtype, bucket.device)
+        # Making a view takes longer than all else that a small gradient costs: make it once.
+        if buffer.data_ptr() not in self._views_of:
+            self._views_of[buffer.data_ptr()] = bucket.views(buffer)
+        self._buffer, self._views = buffer, self._views_of[buffer.data_ptr()]

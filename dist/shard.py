@@ -1,0 +1,239 @@
+"""This rank's part of one bucket of weights, as the wrapped optimizer sees it.
+
+The part is one flat tensor. The optimizer gets it as one long parameter, whatever number of weights
+lie in it, and one kernel updates them all. That is right as long as all of them have the same
+history: a weight that had no gradient in some step was left alone then, and its count of steps is
+another's from there on. So the part is cut into *segments*, runs of weights with one history:
+one at first, more from the moment on when some weights have a gradient and others have none.
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dist.bucket import Bucket
+from dist.collectives import HALF_PRECISION, rank, world_size
+from dist.reducer import Reducer
+
+State = dict[str, Any]
+
+
+@dataclass
+class Piece:
+    """Elements first..last of one weight; they lie at start..end of this rank's shard."""
+
+    index: int  # of the weight in its bucket
+    first: int
+    last: int
+    start: int
+    end: int
+
+
+@dataclass
+class Segment:
+    """Pieces with one history, and what the wrapped optimizer takes for its parameter."""
+
+    pieces: list[Piece]
+    parameter: nn.Parameter
+
+    @property
+    def start(self) -> int:
+        """First element in the shard."""
+        return self.pieces[0].start
+
+    @property
+    def end(self) -> int:
+        """One past the last element in the shard."""
+        return self.pieces[-1].end
+
+
+class Shard:
+    """One bucket's weights in a flat buffer, and this rank's share of them.
+
+    Args:
+        bucket: the layout; its parameters' memory moves into `buffer`.
+        buffer: (padded_numel,).
+        whole_matrices: segments have the shape (count, rows, columns) instead of (numel,).
+        reducer: hands over this rank's shard of the gradients; None: each weight has its own.
+
+    Attributes:
+        values: what the optimizer updates: this rank's shard of the buffer; where weights have 16
+            bits, a float32 copy of it, in which small updates are not lost.
+    """
+
+    def __init__(
+        self, bucket: Bucket, buffer: Tensor, whole_matrices: bool, reducer: Reducer | None
+    ) -> None:
+        self.bucket = bucket
+        self.buffer = buffer
+        self.reducer = reducer
+        self._matrix = tuple(bucket.parameters[0].shape) if whole_matrices else None
+        buffer[bucket.numel :].zero_()
+        with torch.no_grad():
+            for weight, view in zip(bucket.parameters, bucket.views(buffer), strict=True):
+                view.copy_(weight)
+                weight.data = view
+        start, end = bucket.shard(rank(), world_size())
+        self._weights = buffer[start:end]
+        self.is_half = bucket.dtype in HALF_PRECISION
+        self.values = self._weights.float() if self.is_half else self._weights
+        self._gradient: Tensor | None = None
+        self.pieces = self.pieces_of(rank())
+        self.segments = [self.new_segment(self.pieces)] if self.pieces else []
+
+    def pieces_of(self, owner: int) -> list[Piece]:
+        """The pieces of some rank's shard of this bucket."""
+        pieces: list[Piece] = []
+        for index, first, last in self.bucket.pieces(owner, world_size()):
+            start = pieces[-1].end if pieces else 0
+            pieces.append(Piece(index, first, last, start, start + last - first))
+        return pieces
+
+    def new_segment(self, pieces: list[Piece]) -> Segment:
+        """A segment of neighbouring pieces."""
+        values = self.values[pieces[0].start : pieces[-1].end]
+        return Segment(pieces, nn.Parameter(self._shaped(values)))
+
+    def take_gradients(self) -> None:
+        """Let every segment's `grad` be its part of the gradients, or None."""
+        gradient = self._flat_gradient()
+        for segment in self.segments:
+            if gradient is None or not self._has_gradient(segment.pieces[0]):
+                segment.parameter.grad = None
+            else:
+                part = gradient[segment.start : segment.end]
+                segment.parameter.grad = self._shaped(part)
+
+    def drop_gradients(self) -> None:
+        """Let go of the gradients."""
+        for segment in self.segments:
+            segment.parameter.grad = None
+
+    def split(self, state: dict[Tensor, State]) -> bool:
+        """Part segments some of whose pieces have a gradient and others have none.
+
+        Args:
+            state: of the wrapped optimizer; is split along.
+
+        Returns:
+            Whether there was such a segment.
+        """
+        parted = [part for segment in self.segments for part in self._split(segment, state)]
+        if len(parted) == len(self.segments):
+            return False
+        self.segments = parted
+        return True
+
+    def write_back(self) -> None:
+        """Round what the optimizer updated to the weights' type, if that is another."""
+        if self.is_half:
+            self._weights.copy_(self.values)
+
+    def read_back(self) -> None:
+        """Take the weights for what the optimizer updates: they were set from outside."""
+        if self.is_half:
+            self.values.copy_(self._weights)
+
+    def is_elementwise(self, value: Any, segment: Segment) -> bool:
+        """Whether an entry of a segment's state has a part for each of its pieces."""
+        if not isinstance(value, Tensor) or value.dim() == 0:
+            return False
+        if self._matrix is not None:
+            return value.shape[0] == len(segment.pieces)
+        return value.shape == segment.parameter.shape
+
+    def part_of(self, value: Tensor, pieces: Sequence[Piece], part: Sequence[Piece]) -> Tensor:
+        """What belongs to some neighbours among the pieces that an elementwise entry is of."""
+        if self._matrix is not None:
+            first = pieces.index(part[0])
+            return value[first : first + len(part)]
+        return value[part[0].start - pieces[0].start : part[-1].end - pieces[0].start]
+
+    def put_into(
+        self, entries: State, key: str, value: Tensor, pieces: Sequence[Piece], piece: Piece
+    ) -> None:
+        """Put one piece's part of an elementwise entry into its weight's whole one, on the CPU."""
+        part = self.part_of(value, pieces, [piece])
+        if self._matrix is not None:
+            entries[key] = part[0].to("cpu", copy=True)
+            return
+        if key not in entries:
+            entries[key] = torch.empty(self.bucket.parameters[piece.index].shape, dtype=value.dtype)
+        entries[key].view(-1)[piece.first : piece.last] = part.cpu()
+
+    def take_from(self, whole: Sequence[Tensor], pieces: Sequence[Piece]) -> Tensor:
+        """The elementwise entry of some neighbouring pieces, out of those of whole weights."""
+        if self._matrix is not None:
+            return torch.stack([tensor.to(self.bucket.device) for tensor in whole])
+        length = pieces[-1].end - pieces[0].start
+        entry = torch.empty(length, dtype=whole[0].dtype, device=self.bucket.device)
+        for tensor, piece in zip(whole, pieces, strict=True):
+            start = piece.start - pieces[0].start
+            part = tensor.reshape(-1)[piece.first : piece.last]
+            entry[start : start + len(part)].copy_(part)
+        return entry
+
+    def has_part_for_each(self, key: str, whole: Any, piece: Piece) -> bool:
+        """Whether a whole weight's entry is elementwise; a counter is not, whatever its shape."""
+        if not isinstance(whole, Tensor) or key == "step":
+            return False
+        if self._matrix is not None:
+            return whole.dim() > 0
+        return whole.shape == self.bucket.parameters[piece.index].shape
+
+    def _split(self, segment: Segment, state: dict[Tensor, State]) -> list[Segment]:
+        runs = runs_of(segment.pieces, self._has_gradient)
+        if len(runs) == 1:
+            return [segment]
+        whole = state.pop(segment.parameter, None)
+        parts = []
+        for run in runs:
+            part = self.new_segment(run)
+            parts.append(part)
+            if whole is not None:
+                state[part.parameter] = {
+                    key: self.part_of(value, segment.pieces, run)
+                    if self.is_elementwise(value, segment)
+                    else copy.deepcopy(value)
+                    for key, value in whole.items()
+                }
+        return parts
+
+    def _has_gradient(self, piece: Piece) -> bool:
+        if self.reducer is not None:
+            return self.reducer.used[piece.index]
+        return self.bucket.parameters[piece.index].grad is not None
+
+    def _flat_gradient(self) -> Tensor | None:
+        if self.reducer is not None:
+            return self.reducer.shard
+        if not any(self._has_gradient(piece) for piece in self.pieces):
+            return None
+        if self._gradient is None:
+            self._gradient = torch.empty_like(self.values)
+        for piece in self.pieces:
+            gradient = self.bucket.parameters[piece.index].grad
+            if gradient is not None:
+                part = gradient.reshape(-1)[piece.first : piece.last]
+                self._gradient[piece.start : piece.end].copy_(part)
+        return self._gradient
+
+    def _shaped(self, values: Tensor) -> Tensor:
+        return values if self._matrix is None else values.view(-1, *self._matrix)
+
+
+def runs_of(pieces: Sequence[Piece], key: Callable[[Piece], Any]) -> list[list[Piece]]:
+    """Cut a list of pieces where `key` changes."""
+    runs: list[list[Piece]] = []
+    last: Any = None
+    for piece in pieces:
+        value = key(piece)
+        if not runs or value != last:
+            runs.append([])
+        runs[-1].append(piece)
+        last = value
+    return runs
