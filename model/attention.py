@@ -1,11 +1,19 @@
 """Causal self-attention with grouped key/value heads, and the cache that makes decoding cheap."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from model.config import ModelConfig
 from model.layers import RMSNorm, rotate
+
+# Longest sequence for `ShortAttention`. The work above the diagonal is thrown away, and weights
+# take batch x heads x seq^2 x 2 bytes a layer: a training step is 10 % faster than with torch's
+# kernel at 128 positions, 6 % at 512, and 17 % slower at 1024.
+MAX_SHORT_SEQ = 512
 
 
 class KeyValueCache:
@@ -45,6 +53,56 @@ class KeyValueCache:
         self.keys[layer].scatter_(2, index, keys)
         self.values[layer].scatter_(2, index, values)
         return self.keys[layer][:, :, :end], self.values[layer][:, :, :end]
+
+
+class ShortAttention(torch.autograd.Function):
+    """Causal `F.scaled_dot_product_attention` in bf16 as three plain products and a softmax.
+
+    For (4, 8, 128, 64) on one thread torch's kernel takes 2.6 ms forward and 11.4 backward, this
+    one 3.0 and 2.6: a tenth of a training step.
+
+    Scores are fp32, as in torch's kernel: rounded to bf16 they would double or triple the error of
+    a sharp softmax. The other products read bf16 and sum in fp32.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """Mix the values; all are (batch, heads, seq, head_dim) bf16."""
+        seq, ctx.scale = queries.shape[-2], queries.shape[-1] ** -0.5
+        future = torch.ones(seq, seq, dtype=torch.bool, device=queries.device).triu_(1)
+        with torch.autocast(queries.device.type, enabled=False):  # it would narrow the scores
+            scores = (queries.float() * ctx.scale) @ keys.float().transpose(-2, -1)
+        # (batch, heads, seq, seq)
+        weights = scores.masked_fill_(future, -torch.inf).softmax(dim=-1).to(values.dtype)
+        ctx.save_for_backward(queries, keys, values, weights)
+        return weights @ values
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of queries, keys and values."""
+        queries, keys, values, weights = ctx.saved_tensors
+        grad_weights = grad @ values.transpose(-2, -1)
+        grad_scores = torch._softmax_backward_data(grad_weights, weights, -1, weights.dtype)
+        grad_scores *= ctx.scale
+        return (
+            grad_scores @ keys,
+            grad_scores.transpose(-2, -1) @ queries,
+            weights.transpose(-2, -1) @ grad,
+        )
+
+
+def is_short(queries: Tensor) -> bool:
+    """Whether `ShortAttention` is the faster way: training in bf16 on the CPU, short sequences.
+
+    Without gradients, in fp32 and on GPUs torch's kernel is as fast or faster.
+    """
+    return (
+        queries.requires_grad
+        and queries.dtype == torch.bfloat16
+        and queries.device.type == "cpu"
+        and queries.shape[-2] <= MAX_SHORT_SEQ
+    )
 
 
 class Attention(nn.Module):
@@ -102,12 +160,18 @@ class Attention(nn.Module):
             assert positions is not None
             end = seq if mask is None else mask.shape[-1]
             keys, values = cache.update(self.layer, keys, values, positions, end)
-        mixed = F.scaled_dot_product_attention(
-            queries,
-            keys,
-            values,
-            attn_mask=mask,
-            is_causal=mask is None,
-            enable_gqa=self.num_kv_heads != self.num_heads,
-        )
+        if mask is None and is_short(queries):
+            groups = self.num_heads // self.num_kv_heads
+            if groups > 1:
+                keys, values = (x.repeat_interleave(groups, dim=1) for x in (keys, values))
+            mixed = ShortAttention.apply(queries, keys, values)
+        else:
+            mixed = F.scaled_dot_product_attention(
+                queries,
+                keys,
+                values,
+                attn_mask=mask,
+                is_causal=mask is None,
+                enable_gqa=self.num_kv_heads != self.num_heads,
+            )
         return self.output(mixed.transpose(1, 2).reshape(batch, seq, -1))

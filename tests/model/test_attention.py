@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from model.attention import Attention, KeyValueCache
+from model import attention as attention_module
+from model.attention import MAX_SHORT_SEQ, Attention, KeyValueCache, ShortAttention, is_short
 from model.layers import RotaryEmbedding
 from tests.model.small_models import small_config
 
@@ -148,3 +150,83 @@ def test_cache_holds_one_copy_per_key_value_head():
     cache = empty_cache(batch=3, num_kv_heads=1)
     assert len(cache.keys) == len(cache.values) == 2  # layers
     assert {tensor.shape for tensor in cache.keys + cache.values} == {(3, 1, 32, 8)}
+
+
+def attend_plainly(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
+
+
+def output_and_gradients(attend, dtype: torch.dtype, sharpness: float, seq: int) -> list[Tensor]:
+    """Of causal attention over bf16 numbers, computed in `dtype`; as float64."""
+    generator = torch.Generator().manual_seed(5)
+    drawn = [torch.randn(2, 3, seq, 16, generator=generator) for _ in range(4)]
+    drawn[0] *= sharpness
+    *inputs, towards = (x.bfloat16().to(dtype) for x in drawn)
+    for x in inputs:
+        x.requires_grad_()
+    output = attend(*inputs)
+    return [x.double() for x in (output.detach(), *torch.autograd.grad(output, inputs, towards))]
+
+
+def relative_errors(results: list[Tensor], exact: list[Tensor]) -> list[float]:
+    return [((a - b).norm() / b.norm()).item() for a, b in zip(results, exact, strict=True)]
+
+
+@pytest.mark.parametrize("sharpness", [1.0, 6.0])
+@pytest.mark.parametrize("seq", [1, 37, 128])
+def test_short_attention_in_fp32_is_torchs_attention(seq, sharpness):
+    expected = output_and_gradients(attend_plainly, torch.float32, sharpness, seq)
+    result = output_and_gradients(ShortAttention.apply, torch.float32, sharpness, seq)
+    for a, b in zip(result, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("sharpness", [1.0, 6.0])
+def test_short_attention_in_bf16_is_as_exact_as_torchs(sharpness):
+    exact = output_and_gradients(attend_plainly, torch.float64, sharpness, 128)
+    theirs = output_and_gradients(attend_plainly, torch.bfloat16, sharpness, 128)
+    with torch.autocast("cpu", torch.bfloat16):  # must not narrow the scores
+        ours = output_and_gradients(ShortAttention.apply, torch.bfloat16, sharpness, 128)
+    for our_error, their_error in zip(
+        relative_errors(ours, exact), relative_errors(theirs, exact), strict=True
+    ):
+        assert our_error < 1.5 * their_error
+
+
+@pytest.mark.parametrize("num_kv_heads", [4, 2, 1])
+def test_training_in_bf16_with_short_attention_gives_the_gradients_of_torchs(
+    num_kv_heads, monkeypatch
+):
+    attention = make_attention(num_kv_heads).requires_grad_()
+
+    def gradients() -> list[Tensor]:
+        with torch.autocast("cpu", torch.bfloat16):
+            output = attention(make_input(), angles_at(torch.arange(SEQ)))
+        return list(torch.autograd.grad(output.square().mean(), list(attention.parameters())))
+
+    calls = []
+
+    def is_short_and_seen(queries: Tensor) -> bool:
+        calls.append(is_short(queries))
+        return calls[-1]
+
+    monkeypatch.setattr(attention_module, "is_short", is_short_and_seen)
+    result = gradients()
+    assert calls == [True]
+    monkeypatch.setattr(attention_module, "is_short", lambda queries: False)
+    for a, b in zip(result, gradients(), strict=True):
+        assert (a - b).norm() < 0.02 * b.norm()  # bf16 has 8 bits
+
+
+def test_short_attention_is_for_training_in_bf16_on_the_cpu():
+    def queries(
+        seq: int = MAX_SHORT_SEQ, dtype=torch.bfloat16, requires_grad=True, device="cpu"
+    ) -> Tensor:
+        shape = (1, 1, seq, 8)
+        return torch.empty(shape, dtype=dtype, requires_grad=requires_grad, device=device)
+
+    assert is_short(queries())
+    assert not is_short(queries(seq=MAX_SHORT_SEQ + 1))
+    assert not is_short(queries(dtype=torch.float32))
+    assert not is_short(queries(requires_grad=False))
+    assert not is_short(queries(device="meta"))

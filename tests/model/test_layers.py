@@ -32,6 +32,27 @@ def test_rms_norm_and_its_gradients_are_those_of_torch(size, eps):
     torch.testing.assert_close(ours.weight.grad, theirs.weight.grad, rtol=2e-6, atol=2e-6)
 
 
+def norm_in_plain_operations(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight).to(x.dtype)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 2**-8)])
+def test_rms_norm_of_heads_has_the_gradients_of_autograd(dtype, tolerance):
+    norm = norm_with_weights(24)
+    # As in attention: heads before positions, so that rows do not follow each other in memory.
+    x = normal(2, 7, 3, 24).to(dtype).transpose(1, 2).requires_grad_()
+    y = x.detach().clone().requires_grad_()
+    weight = norm.weight.detach().clone().requires_grad_()
+    towards = normal(2, 3, 7, 24, seed=2).to(dtype)
+    result, expected = norm(x), norm_in_plain_operations(y, weight, norm.eps)
+    assert torch.equal(result, expected)
+    result.backward(towards)
+    expected.backward(towards)
+    torch.testing.assert_close(x.grad, y.grad, rtol=tolerance, atol=2e-6)
+    torch.testing.assert_close(norm.weight.grad, weight.grad, rtol=2e-6, atol=2e-6)
+
+
 def test_rms_norm_of_bf16_is_the_exact_result_rounded_once():
     norm = norm_with_weights(4096)
     x = (normal(8, 4096) * 3).bfloat16()
