@@ -74,8 +74,12 @@ def main() -> None:
     config, windows, val_windows = make_windows(config, data)
 
     set_random_seed(config.run.seed, world.rank)
-    model = Transformer(config.model).to(world.device)
-    model.activation_checkpointing = config.device.activation_checkpointing
+    model = make_model(config, world)
+    ddp = DDP(
+        model,
+        config.device.bucket_cap_mb,
+        wire_dtype=getattr(torch, config.device.gradient_dtype),
+    )
     job = Job(
         config=config,
         world=world,
@@ -83,8 +87,8 @@ def main() -> None:
         windows=windows,
         val_windows=val_windows,
         model=model,
-        ddp=DDP(model, config.device.bucket_cap_mb),
-        optimizer=make_optimizer(config, model),
+        ddp=ddp,
+        optimizer=make_optimizer(config, ddp),
         folder=RunFolder(config.run.out_dir, config.run.keep_checkpoints),
         dtype=getattr(torch, config.device.dtype),
     )
@@ -131,7 +135,7 @@ def training_step(job: Job) -> tuple[Tensor, float]:
     Raises:
         DivergedError: there have been max_skipped_steps such steps in a row.
     """
-    world, options = job.world, job.config.optimizer
+    world = job.world
     micro_steps = job.config.data.gradient_accumulation_steps
     set_learning_rate(job.optimizer, lr_at(job))
     loss = torch.zeros((), device=world.device)
@@ -147,7 +151,7 @@ def training_step(job: Job) -> tuple[Tensor, float]:
         loss += micro_loss.detach()
     job.ddp.finish_gradient_sync()
     # Only now is the gradient complete, and the same on every rank: clip after sync.
-    grad_norm = clip_grad_norm(job.model.parameters(), options.max_norm).item()
+    grad_norm = clip_gradients(job).item()
     if math.isfinite(grad_norm):
         job.optimizer.step()
         job.skipped_in_a_row = 0
@@ -172,6 +176,14 @@ def micro_batch(job: Job, micro_step: int) -> tuple[Tensor, Tensor]:
     )
     tokens = torch.from_numpy(rows).to(job.world.device)
     return tokens[:, :-1], tokens[:, 1:]
+
+
+def clip_gradients(job: Job) -> Tensor:
+    """Clip by the global norm, and return it; each rank has the gradients whole, or its shards."""
+    max_norm = job.config.optimizer.max_norm
+    if isinstance(job.optimizer, ShardedOptimizer):
+        return job.optimizer.clip_grad_norm(max_norm)
+    return clip_grad_norm(job.model.parameters(), max_norm)
 
 
 def lr_at(job: Job) -> float:
@@ -278,13 +290,23 @@ def with_dtype(config: Config, world: World) -> Config:
     return replace(config, device=replace(config.device, dtype=dtype))
 
 
-def make_optimizer(config: Config, model: Transformer) -> torch.optim.Optimizer:
+def make_model(config: Config, world: World) -> Transformer:
+    """The model of the configuration, with weights from the seed."""
+    model = Transformer(config.model).to(world.device)
+    model.activation_checkpointing = config.device.activation_checkpointing
+    for parameter in model.parameters():  # not buffers: the rotary angles stay float32
+        parameter.data = parameter.data.to(getattr(torch, config.device.param_dtype))
+    return model
+
+
+def make_optimizer(config: Config, ddp: DDP) -> torch.optim.Optimizer:
     """AdamW with decay on matrices alone; its state sharded over the ranks if wished."""
     options = config.optimizer
-    groups = decay_groups(model.named_parameters(), options.weight_decay)
+    groups = decay_groups(ddp.module.named_parameters(), options.weight_decay)
     lr, betas, eps = config.schedule.lr_max, (options.beta1, options.beta2), options.eps
-    if config.device.shard_optimizer:
-        return ShardedOptimizer(groups, AdamW, lr=lr, betas=betas, eps=eps)
+    needs_masters = config.device.param_dtype != "float32"
+    if config.device.shard_optimizer and (ddp.collectives is not None or needs_masters):
+        return ShardedOptimizer(groups, AdamW, ddp=ddp, lr=lr, betas=betas, eps=eps)
     return AdamW(groups, lr=lr, betas=betas, eps=eps)
 
 

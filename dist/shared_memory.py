@@ -186,6 +186,18 @@ def host_key() -> str:
     return f"{boot} {os.stat('/proc/self/ns/net').st_ino} {os.getuid()}"
 
 
+def may_allocate() -> bool:
+    """Whether this process may make memory of any size: a limit on files' sizes counts here too."""
+    with contextlib.suppress(OSError):
+        descriptor = os.memfd_create("probe")
+        try:
+            os.ftruncate(descriptor, 2**40)  # no page of it is ever touched
+            return True
+        finally:
+            os.close(descriptor)
+    return False
+
+
 def listen() -> tuple[socket.socket, str]:
     """A socket for the others to connect to, and its (abstract) name."""
     name = secrets.token_hex(16)

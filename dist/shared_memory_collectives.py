@@ -22,17 +22,18 @@ import torch
 from torch import Tensor
 
 from dist.collectives import all_gather_objects, mean_into, rank, timeout_seconds, world_size
-from dist.shared_memory import SharedMemory, connect, host_key, listen
+from dist.shared_memory import SharedMemory, connect, host_key, listen, may_allocate
 
 READY, DONE = 1, 2
+
+# Buffers of about one size that were given back and that other ranks still read.
+MOST_UNREAD = 3
 
 
 def open_shared_memory() -> "SharedMemoryCollectives | None":
     """Link all ranks, if all are on one host; every rank must call it, and all get the same."""
-    key = host_key()
-    keys = all_gather_objects(key)
-    if any(other != key for other in keys):
-        # Every rank sees the same list, but only equal keys are equal to all.
+    keys = all_gather_objects(host_key() if may_allocate() else None)
+    if keys[0] is None or any(key != keys[0] for key in keys):
         return None
     listener, name = listen()
     with listener:
@@ -63,13 +64,16 @@ class SharedMemoryCollectives:
     def new_buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory that all ranks map, out of what was given back and is no longer read."""
         nbytes = numel * dtype.itemsize
-        for place, (_, memory) in enumerate(self._free):
-            fits = nbytes <= memory.numel() <= 2 * nbytes
-            if fits and self._is_writable(memory.data_ptr()):
-                segment, memory = self._free.pop(place)
-                break
-        else:
-            segment, memory = self._memory.allocate(nbytes)
+        fitting = [free for free in self._free if nbytes <= free[1].numel() <= 2 * nbytes]
+        unread = [free for free in fitting if not self._is_writable(free[1].data_ptr())]
+        if len(unread) >= MOST_UNREAD:
+            # So far ahead of the others that there is nothing to gain: wait instead of growing.
+            self.wait_until_writable(unread[0][1])
+        elif len(unread) == len(fitting):
+            fitting = [self._memory.allocate(nbytes)]
+            self._free += fitting
+        segment, memory = next(free for free in fitting if self._is_writable(free[1].data_ptr()))
+        self._free = [free for free in self._free if free[0] != segment]
         self._segments[memory.data_ptr()] = (segment, memory)
         return memory[:nbytes].view(dtype)
 

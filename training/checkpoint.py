@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from data.tokenizer import fingerprint
-from dist.collectives import gather_objects, rank
+from dist.collectives import HALF_PRECISION, gather_objects, rank
 from dist.process_group import World, set_random_seed
-from dist.sharded_optimizer import NamedState, ShardedOptimizer
+from dist.sharded_optimizer import ShardedOptimizer
+from dist.sharded_state import MASTER, NamedState
 from training.checkpoint_file import FORMAT_VERSION, CheckpointError
 
 # Options that the shapes of weights need not show, and that change what the weights mean.
@@ -84,13 +85,19 @@ def restore(
     if unknown := sorted(state.keys() - dict(named).keys()):
         raise CheckpointError(f"the checkpoint has optimizer state for {unknown[0]}, not here")
     if isinstance(optimizer, ShardedOptimizer):
-        optimizer.load_state(named, state)
+        optimizer.load_state(named, _with_masters(state, checkpoint["model"], model))
     else:
         for name, parameter in named:
             if name in state:
                 optimizer.state[parameter] = {
-                    key: _placed(key, value, parameter) for key, value in state[name].items()
+                    key: _placed(key, value, parameter)
+                    for key, value in state[name].items()
+                    if key != MASTER
                 }
+    with torch.no_grad():
+        for name, parameter in named:  # a weight that was of 16 bits, and is not any more
+            if MASTER in state.get(name, {}) and parameter.dtype == torch.float32:
+                parameter.copy_(state[name][MASTER])
     if len(checkpoint["rng"]) == world.world_size:
         _set_rng_state(checkpoint["rng"][world.rank])
     else:
@@ -194,6 +201,23 @@ def _optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> Name
         for name, parameter in model.named_parameters()
         if parameter in optimizer.state
     }
+
+
+def _with_masters(
+    state: NamedState, weights: Mapping[str, Tensor], model: nn.Module
+) -> Mapping[str, Mapping[str, Any]]:
+    """The state, with a master for each 16-bit weight, and none for others.
+
+    Where a weight was float32 in the checkpoint, that is its master.
+    """
+    changed: NamedState = {}
+    for name, parameter in model.named_parameters():
+        entries = {key: value for key, value in state.get(name, {}).items() if key != MASTER}
+        if parameter.dtype in HALF_PRECISION:
+            entries[MASTER] = state.get(name, {}).get(MASTER, weights[name])
+        if entries:
+            changed[name] = entries
+    return changed
 
 
 def _placed(key: str, value: Any, parameter: nn.Parameter) -> Any:

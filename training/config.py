@@ -107,14 +107,18 @@ class DeviceConfig:
     """Where to compute; auto: the GPU of LOCAL_RANK if there are GPUs, else the CPU."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of matrix products; weights stay float32. auto: bfloat16 where the device multiplies it."""
+    param_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of weights and gradients; bfloat16: float32 weights are kept too, each process its share."""
     backend: Backend = "auto"
     """Of the process group; auto: nccl on GPUs, gloo on CPUs."""
     timeout_seconds: float = 600.0
     """After which a collective gives up on a silent process."""
     bucket_cap_mb: float = 25.0
     """Megabytes of gradients sent together while backward goes on."""
-    shard_optimizer: bool = False
-    """Spread the optimizer's state over the processes, 1/world_size for each."""
+    gradient_dtype: Literal["float32", "bfloat16"] = "float32"
+    """In which gradients travel between processes; added up in float32 either way."""
+    shard_optimizer: bool = True
+    """Spread gradients and the optimizer's state over the processes, 1/world_size for each."""
     activation_checkpointing: bool = False
     """Keep each block's input alone and run the block again in backward: less memory, more time."""
 
@@ -217,6 +221,8 @@ def check(config: Config, world_size: int) -> None:
             problems.append(f"{name} is {getattr(optimizer, name)}, it must be in [0, 1)")
     if not config.device.bucket_cap_mb > 0:
         problems.append(f"bucket_cap_mb is {config.device.bucket_cap_mb}, it must be above 0")
+    if config.device.param_dtype == "bfloat16" and not config.device.shard_optimizer:
+        problems.append("param_dtype bfloat16 needs shard_optimizer true, which keeps float32 too")
     if run.overwrite and run.resume is not None:
         problems.append("resume and overwrite exclude each other: give one of them")
     if problems:
