@@ -16,10 +16,8 @@ exchange, after the last bucket, one byte a parameter that is 1 where a rank has
 """
 
 import contextlib
-import hashlib
 import weakref
 from collections.abc import Iterator, Sequence
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -30,14 +28,12 @@ from dist.bucket import Bucket, make_buckets, unique
 from dist.collectives import (
     BucketCollectives,
     Work,
-    all_gather_objects,
-    broadcast_object,
     broadcast_tensors,
-    gather_objects,
     open_collectives,
     world_size,
 )
 from dist.reducer import Reducer
+from dist.same_model import check_same_model
 
 MB = 2**20
 
@@ -91,7 +87,7 @@ class DDP(nn.Module):
         self._next_to_send = 0
         self._flags: Tensor | None = None
         self._flags_work: Work | None = None
-        _check_same_model(module, f"buckets of {bucket_cap_mb} MB, {wire_dtype} on the wire")
+        check_same_model(module, f"buckets of {bucket_cap_mb} MB, {wire_dtype} on the wire")
         broadcast_tensors([*module.parameters(), *module.buffers()])
         if world_size() == 1:
             return
@@ -318,27 +314,3 @@ class DDP(nn.Module):
                         )
 
         weakref.finalize(self, register_optimizer_step_pre_hook(check).remove)
-
-
-def _check_same_model(module: nn.Module, options: str) -> None:
-    """Compare what the ranks hold, by a digest first, and name the first difference."""
-    held = [options]
-    held += [
-        f"parameter {name} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}"
-        for name, p in module.named_parameters()
-    ]
-    held += [f"buffer {name} {tuple(b.shape)} {b.dtype}" for name, b in module.named_buffers()]
-    digest = hashlib.sha256("\n".join(held).encode()).hexdigest()
-    if len(set(all_gather_objects(digest))) > 1:
-        raise ValueError(broadcast_object(_first_difference(gather_objects(held) or [])))
-
-
-def _first_difference(held_by_rank: list[list[str]]) -> str:
-    for rank, held in enumerate(held_by_rank):
-        for reference, other in zip_longest(held_by_rank[0], held, fillvalue="nothing more"):
-            if reference != other:
-                return (
-                    f"ranks hold different models: where rank 0 has {reference}, "
-                    f"rank {rank} has {other}"
-                )
-    return ""
