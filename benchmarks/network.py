@@ -1,4 +1,4 @@
-"""Between two hosts with a slow line: is our step no slower than torch's, and near the line's bound?
+"""Between two hosts with a slow line: is our step as fast as torch's, and near the line's bound?
 
     python benchmarks/network.py --netlab PATH/netlab.sh [--json FILE]     # as root
 
