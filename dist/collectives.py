@@ -114,8 +114,8 @@ class BufferPool:
 def mean_into(targets: Sequence[Tensor], parts: Sequence[Tensor], count: int) -> None:
     """Sum `parts` in the order given, divide by `count`, write the result to every target.
 
-    In pieces that stay in the cache, so that memory is read and written once. Every target may be
-    one of the parts.
+    On the CPU in pieces that stay in the cache, so that memory is read and written once. Every
+    target may be one of the parts.
 
     Args:
         targets: 1-D, of any dtypes.
@@ -124,7 +124,9 @@ def mean_into(targets: Sequence[Tensor], parts: Sequence[Tensor], count: int) ->
     """
     first = parts[0]
     wide = torch.float32 if first.dtype in HALF_PRECISION else first.dtype
-    length = min(first.numel(), CHUNK * torch.get_num_threads())
+    length = first.numel()
+    if first.device.type == "cpu":
+        length = min(length, CHUNK * torch.get_num_threads())
     total = torch.empty(length, dtype=wide, device=first.device)
     for start in range(0, first.numel(), max(length, 1)):
         chunk = slice(start, min(start + length, first.numel()))

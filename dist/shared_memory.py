@@ -31,6 +31,8 @@ from torch import Tensor
 MESSAGE = struct.Struct("<4Q")
 SEGMENT = 0  # "here is memory of mine"; the other kinds are the users' own
 LARGEST_SEND_BUFFER = 2**21
+# All ranks are there and listen when links are made: who does not answer now never will.
+LINK_TIMEOUT_SECONDS = 30.0
 
 
 class LostRankError(RuntimeError):
@@ -216,23 +218,24 @@ def connect(
         listener: this rank's own, from `listen`.
         names: of all ranks' listeners, by rank; all of them are listening.
         rank: of this process.
-        timeout: seconds for each wait, now and later.
+        timeout: seconds for each wait later; now it is at most LINK_TIMEOUT_SECONDS.
 
     Raises:
         OSError: a link cannot be made.
     """
     names = list(names)
+    link_timeout = min(timeout, LINK_TIMEOUT_SECONDS)
     sockets: dict[int, socket.socket] = {}
     for other in range(rank):
         link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        link.settimeout(timeout)
+        link.settimeout(link_timeout)
         link.connect(b"\0" + names[other].encode())
         link.send(f"{rank} {names[rank]}".encode())
         sockets[other] = link
-    listener.settimeout(timeout)
+    listener.settimeout(link_timeout)
     while len(sockets) < len(names) - 1:
         link, _ = listener.accept()
-        link.settimeout(timeout)
+        link.settimeout(link_timeout)
         # Anybody on the machine can connect to an abstract name: believe our own user only.
         credentials = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
         _, user, _ = struct.unpack("3i", credentials)
