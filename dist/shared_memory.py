@@ -1,10 +1,14 @@
 """Memory that the processes of one host share, and the word that they pass each other about it.
 
-Between any two ranks there is one Unix socket. It carries three things: the descriptors of memory
-to map; short messages, such as "my gradients of operation 7 lie in segment 2"; and, by its end of
-file, the news that the other process is gone. So nobody polls a flag, and nobody waits in shared
-memory for a process that has died. A message is also what orders memory between two cores: what
-was written before it was sent is seen by whoever has received it.
+Between any two ranks there is one Unix socket. It carries three things: at the beginning, the
+descriptor of each other's memory; then short messages, such as "my gradients of operation 7 lie at
+byte 4096"; and, by its end of file, the news that the other process is gone. So nobody polls a
+flag, and nobody waits in shared memory for a process that has died. A message is also what orders
+memory between two cores: what was written before it was sent is seen by whoever has received it.
+
+A rank's memory is one file as large as all its buffers could ever be. The kernel provides pages for
+what is written alone, so it costs nothing, and the number of buffers has no limit: a descriptor for
+each would soon meet that of 1024 that most systems set, on those open and on those in flight.
 
 Nothing here has a name that could outlive the processes. The memory is anonymous (`memfd_create`)
 and exists as long as somebody maps it, the sockets live in Linux's abstract name space: after any
@@ -22,15 +26,16 @@ import struct
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-# kind, operation, segment, size
+# kind, operation, first byte, size
 MESSAGE = struct.Struct("<4Q")
-SEGMENT = 0  # "here is memory of mine"; the other kinds are the users' own
 LARGEST_SEND_BUFFER = 2**21
+# Half of what a process can address: all ranks' memory together is mapped to no more.
+LARGEST_ADDRESS_SPACE = 2**46
 # All ranks are there and listen when links are made: who does not answer now never will.
 LINK_TIMEOUT_SECONDS = 30.0
 
@@ -40,23 +45,31 @@ class LostRankError(RuntimeError):
 
 
 class SharedMemory:
-    """Links from this rank to every other, all of one host; made by `connect`.
+    """Memory of every rank, and links from this one to all others; all of one host.
+
+    Every rank must construct it.
+
+    Args:
+        rank: of this process.
+        sockets: by rank, from `call` and `answer`.
+        timeout: seconds for each wait.
 
     Attributes:
         rank, world_size: of this process.
-        messages: (kind, operation) -> rank -> (segment, size), as received and not yet used.
+        messages: (kind, operation) -> rank -> (first byte, size), as received and not yet used.
+
+    Raises:
+        OSError: the memory cannot be exchanged or mapped.
     """
 
-    def __init__(
-        self, rank: int, world_size: int, sockets: dict[int, socket.socket], timeout: float
-    ) -> None:
-        self.rank, self.world_size = rank, world_size
+    def __init__(self, rank: int, sockets: dict[int, socket.socket], timeout: float) -> None:
+        self.rank, self.world_size = rank, len(sockets) + 1
         self.messages: dict[tuple[int, int], dict[int, tuple[int, int]]] = defaultdict(dict)
         self._sockets = sockets
         self._timeout = timeout
         self._gone: set[int] = set()
-        self._remote: dict[tuple[int, int], Tensor] = {}
-        self._num_segments = 0
+        self._memories = _exchange_memory(rank, sockets)
+        self._num_used = 0
         self._poll = select.poll()
         self._ranks = {link.fileno(): other for other, link in sockets.items()}
         for link in sockets.values():
@@ -66,31 +79,27 @@ class SharedMemory:
             self._poll.register(link, select.POLLIN)
 
     def allocate(self, nbytes: int) -> tuple[int, Tensor]:
-        """New memory that every rank can read and write: (its segment, uint8 of nbytes).
+        """New memory that every rank can read and write: (its first byte, uint8 of nbytes).
 
-        Untouched pages cost nothing. The others map it when the message reaches them.
+        Raises:
+            MemoryError: this rank has been given more than the machine has.
         """
-        segment = self._num_segments
-        self._num_segments += 1
-        descriptor = os.memfd_create("bucket")
-        try:
-            os.ftruncate(descriptor, max(nbytes, 1))
-            memory = _map(descriptor, nbytes)
-            for other in self._sockets:
-                self._send(other, MESSAGE.pack(SEGMENT, 0, segment, nbytes), [descriptor])
-        finally:
-            os.close(descriptor)
-        return segment, memory
+        start = self._num_used
+        own = self._memories[self.rank]
+        if start + nbytes > own.numel():
+            raise MemoryError(f"{nbytes} bytes after {start}: the machine has {own.numel()}")
+        self._num_used += -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
+        return start, own[start : start + nbytes]
 
-    def remote(self, rank: int, segment: int) -> Tensor:
-        """Another rank's segment, uint8; its message has been received."""
-        return self._remote[rank, segment]
+    def remote(self, rank: int, start: int, nbytes: int) -> Tensor:
+        """Part of another rank's memory, uint8."""
+        return self._memories[rank][start : start + nbytes]
 
-    def tell_all(self, kind: int, operation: int, segment: int = 0, size: int = 0) -> None:
+    def tell_all(self, kind: int, operation: int, start: int = 0, size: int = 0) -> None:
         """Send a message to every other rank."""
-        message = MESSAGE.pack(kind, operation, segment, size)
+        message = MESSAGE.pack(kind, operation, start, size)
         for other in self._sockets:
-            self._send(other, message, [])
+            self._send(other, message)
 
     def heard_from_all(self, kind: int, operation: int) -> bool:
         """Whether every other rank's message has been received; receives what has come."""
@@ -111,17 +120,14 @@ class SharedMemory:
                 lambda: [other for other in self._sockets if other not in heard],
             )
 
-    def _send(self, other: int, message: bytes, descriptors: list[int]) -> None:
+    def _send(self, other: int, message: bytes) -> None:
         link = self._sockets[other]
         if other in self._gone:
             return
 
         def sent() -> bool:
             with contextlib.suppress(BlockingIOError):
-                if descriptors:
-                    socket.send_fds(link, [message], descriptors)
-                else:
-                    link.send(message)
+                link.send(message)
                 return True
             return False
 
@@ -162,7 +168,7 @@ class SharedMemory:
             link = self._sockets[other]
             while True:
                 try:
-                    message, descriptors, _, _ = socket.recv_fds(link, MESSAGE.size, 1)
+                    message = link.recv(MESSAGE.size)
                 except BlockingIOError:
                     break
                 except ConnectionResetError:
@@ -171,12 +177,8 @@ class SharedMemory:
                     self._gone.add(other)
                     self._poll.unregister(link)
                     break
-                kind, operation, segment, size = MESSAGE.unpack(message)
-                if kind == SEGMENT:
-                    self._remote[other, segment] = _map(descriptors[0], size)
-                    os.close(descriptors[0])
-                else:
-                    self.messages[kind, operation][other] = (segment, size)
+                kind, operation, start, size = MESSAGE.unpack(message)
+                self.messages[kind, operation][other] = (start, size)
 
 
 def host_key() -> str:
@@ -190,7 +192,7 @@ def host_key() -> str:
 
 def may_allocate() -> bool:
     """Whether this process may make memory of any size: a limit on files' sizes counts here too."""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, AttributeError):  # only Linux has it
         descriptor = os.memfd_create("probe")
         try:
             os.ftruncate(descriptor, 2**40)  # no page of it is ever touched
@@ -209,49 +211,102 @@ def listen() -> tuple[socket.socket, str]:
     return listener, name
 
 
-def connect(
-    listener: socket.socket, names: Iterable[str], rank: int, timeout: float
-) -> SharedMemory:
-    """Link this rank with all others; every rank must call it.
+def call(names: Sequence[str], rank: int, timeout: float) -> dict[int, socket.socket]:
+    """Links to all lower ranks, by rank.
 
     Args:
-        listener: this rank's own, from `listen`.
         names: of all ranks' listeners, by rank; all of them are listening.
         rank: of this process.
-        timeout: seconds for each wait later; now it is at most LINK_TIMEOUT_SECONDS.
+        timeout: seconds for each wait.
 
     Raises:
         OSError: a link cannot be made.
     """
-    names = list(names)
-    link_timeout = min(timeout, LINK_TIMEOUT_SECONDS)
-    sockets: dict[int, socket.socket] = {}
+    links = {}
     for other in range(rank):
         link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        link.settimeout(link_timeout)
+        link.settimeout(timeout)
         link.connect(b"\0" + names[other].encode())
         link.send(f"{rank} {names[rank]}".encode())
-        sockets[other] = link
-    listener.settimeout(link_timeout)
-    while len(sockets) < len(names) - 1:
+        links[other] = link
+    return links
+
+
+def answer(
+    listener: socket.socket, names: Sequence[str], rank: int, timeout: float
+) -> dict[int, socket.socket]:
+    """Links to all higher ranks, by rank; all of them have called.
+
+    Args:
+        listener: this rank's own, from `listen`.
+        names: of all ranks' listeners, by rank.
+        rank: of this process.
+        timeout: seconds for each wait.
+
+    Raises:
+        OSError: a link cannot be made.
+    """
+    links: dict[int, socket.socket] = {}
+    listener.settimeout(timeout)
+    while len(links) < len(names) - 1 - rank:
         link, _ = listener.accept()
-        link.settimeout(link_timeout)
+        link.settimeout(timeout)
         # Anybody on the machine can connect to an abstract name: believe our own user only.
         credentials = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
         _, user, _ = struct.unpack("3i", credentials)
-        text = link.recv(100).decode(errors="replace").split()
-        if user == os.getuid() and len(text) == 2 and text[1] in names[rank + 1 :]:
-            sockets[int(text[0])] = link
+        text = link.recv(100).decode(errors="replace").split() if user == os.getuid() else []
+        if len(text) == 2 and text[1] in names[rank + 1 :]:
+            links[int(text[0])] = link
         else:
             link.close()
-    return SharedMemory(rank, len(names), sockets, timeout)
+    return links
 
 
-def _map(descriptor: int, nbytes: int) -> Tensor:
+def _exchange_memory(rank: int, sockets: dict[int, socket.socket]) -> list[Tensor]:
+    """Every rank's memory, by rank, uint8."""
+    world_size = len(sockets) + 1
+    memories = []
+    try:
+        # One rank after the other, so that few descriptors are in flight at a time.
+        for owner in range(world_size):
+            descriptor = _create(world_size) if owner == rank else _receive_from(sockets[owner])
+            try:
+                memories.append(_map(descriptor))
+                if owner == rank:
+                    for link in sockets.values():
+                        socket.send_fds(link, [b"memory"], [descriptor])
+            finally:
+                os.close(descriptor)
+    except OSError:
+        for link in sockets.values():
+            link.close()  # then the others do not wait for this rank's
+        raise
+    return memories
+
+
+def _create(world_size: int) -> int:
+    """The descriptor of a memory file that is larger than all that a rank can ever fill."""
+    largest = os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
+    largest = min(largest, LARGEST_ADDRESS_SPACE // world_size)
+    descriptor = os.memfd_create("buckets")
+    try:
+        os.ftruncate(descriptor, largest // mmap.PAGESIZE * mmap.PAGESIZE)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _receive_from(link: socket.socket) -> int:
+    _, descriptors, _, _ = socket.recv_fds(link, 100, 1)
+    if not descriptors:
+        raise ConnectionError("another rank could not give its memory")
+    return descriptors[0]
+
+
+def _map(descriptor: int) -> Tensor:
     """All of a memory file, uint8."""
-    if nbytes == 0:
-        return torch.empty(0, dtype=torch.uint8)
-    memory = mmap.mmap(descriptor, nbytes)
+    memory = mmap.mmap(descriptor, os.fstat(descriptor).st_size)
     with contextlib.suppress(OSError, AttributeError):
         memory.madvise(mmap.MADV_HUGEPAGE)  # fewer page faults, where the kernel allows it
     return torch.frombuffer(memory, dtype=torch.uint8)

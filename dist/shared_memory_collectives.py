@@ -14,17 +14,29 @@ that it hides behind; instead, each start of a collective also moves those befor
 others are ready, and most are finished before they are waited for.
 """
 
+import contextlib
 import itertools
 from collections import deque
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from dist.collectives import all_gather_objects, mean_into, rank, timeout_seconds, world_size
-from dist.shared_memory import SharedMemory, connect, host_key, listen, may_allocate
+from dist.shared_memory import (
+    LINK_TIMEOUT_SECONDS,
+    SharedMemory,
+    answer,
+    call,
+    host_key,
+    listen,
+    may_allocate,
+)
 
 READY, DONE = 1, 2
+
+T = TypeVar("T")
 
 # Buffers of about one size that were given back and that other ranks still read.
 MOST_UNREAD = 3
@@ -35,17 +47,20 @@ def open_shared_memory() -> "SharedMemoryCollectives | None":
     keys = all_gather_objects(host_key() if may_allocate() else None)
     if keys[0] is None or any(key != keys[0] for key in keys):
         return None
+    soon = min(timeout_seconds(), LINK_TIMEOUT_SECONDS)
     listener, name = listen()
     with listener:
         names = all_gather_objects(name)
-        try:
-            memory = connect(listener, names, rank(), timeout_seconds())
-        except OSError:
-            memory = None
-        if not all(all_gather_objects(memory is not None)):
-            return None  # some system forbids it: gloo always works
-    assert memory is not None
-    return SharedMemoryCollectives(memory)
+        # Some systems forbid one of these steps; gloo always works. Each is taken when all ranks
+        # have taken the one before, so that nobody waits for one who could not.
+        called = _on_all_ranks(lambda: call(names, rank(), soon))
+        if called is None:
+            return None
+        answered = _on_all_ranks(lambda: answer(listener, names, rank(), soon))
+        if answered is None:
+            return None
+    memory = _on_all_ranks(lambda: SharedMemory(rank(), called | answered, timeout_seconds()))
+    return None if memory is None else SharedMemoryCollectives(memory)
 
 
 class SharedMemoryCollectives:
@@ -55,7 +70,8 @@ class SharedMemoryCollectives:
         self.bytes_sent = 0
         self._memory = memory
         self._numbers = itertools.count()
-        self._segments: dict[int, tuple[int, Tensor]] = {}  # by address: segment, all of it
+        # By address, those that are lent: the first byte of their memory, and all of it.
+        self._lent: dict[int, tuple[int, Tensor]] = {}
         self._free: list[tuple[int, Tensor]] = []
         # By address: the operation that other ranks may still be reading the buffer for.
         self._read_by_others: dict[int, int] = {}
@@ -65,21 +81,21 @@ class SharedMemoryCollectives:
         """Memory that all ranks map, out of what was given back and is no longer read."""
         nbytes = numel * dtype.itemsize
         fitting = [free for free in self._free if nbytes <= free[1].numel() <= 2 * nbytes]
-        unread = [free for free in fitting if not self._is_writable(free[1].data_ptr())]
-        if len(unread) >= MOST_UNREAD:
+        chosen = next((free for free in fitting if self._is_writable(free[1].data_ptr())), None)
+        if chosen is None and len(fitting) >= MOST_UNREAD:
             # So far ahead of the others that there is nothing to gain: wait instead of growing.
-            self.wait_until_writable(unread[0][1])
-        elif len(unread) == len(fitting):
-            fitting = [self._memory.allocate(nbytes)]
-            self._free += fitting
-        segment, memory = next(free for free in fitting if self._is_writable(free[1].data_ptr()))
-        self._free = [free for free in self._free if free[0] != segment]
-        self._segments[memory.data_ptr()] = (segment, memory)
-        return memory[:nbytes].view(dtype)
+            chosen = fitting[0]
+            self.wait_until_writable(chosen[1])
+        if chosen is None:
+            chosen = self._memory.allocate(nbytes)
+        else:
+            self._free = [free for free in self._free if free is not chosen]
+        self._lent[chosen[1].data_ptr()] = chosen
+        return chosen[1][:nbytes].view(dtype)
 
     def recycle(self, buffer: Tensor) -> None:
         """Keep the memory for the next buffer; it is not lent before all ranks have read it."""
-        self._free.append(self._segments.pop(buffer.data_ptr()))
+        self._free.append(self._lent.pop(buffer.data_ptr()))
 
     def wait_until_writable(self, buffer: Tensor) -> None:
         """Wait for DONE of the last operation on the buffer."""
@@ -144,9 +160,9 @@ class SharedMemoryCollectives:
         work: Callable[[list[Tensor]], None],
         writes_to_others: bool = False,
     ) -> "_Operation":
-        segment, _ = self._segments[buffer.data_ptr()]
+        start, _ = self._lent[buffer.data_ptr()]
         number = next(self._numbers)
-        self._memory.tell_all(READY, number, segment, buffer.nbytes)
+        self._memory.tell_all(READY, number, start, buffer.nbytes)
         operation = _Operation(self, number, buffer, work, writes_to_others)
         self._under_way.append(operation)
         self.move_along()
@@ -160,13 +176,13 @@ class SharedMemoryCollectives:
             if other == rank():
                 buffers.append(buffer)
                 continue
-            segment, nbytes = ready[other]
+            start, nbytes = ready[other]
             if nbytes != buffer.nbytes:
                 raise RuntimeError(
                     f"ranks are at different collectives: rank {rank()} has a buffer of "
                     f"{buffer.nbytes} bytes, rank {other} one of {nbytes}"
                 )
-            buffers.append(self._memory.remote(other, segment)[:nbytes].view(buffer.dtype))
+            buffers.append(self._memory.remote(other, start, nbytes).view(buffer.dtype))
         return buffers
 
     def _is_writable(self, address: int) -> bool:
@@ -180,6 +196,14 @@ class SharedMemoryCollectives:
 
     def _count(self, buffer: Tensor, times: int) -> None:
         self.bytes_sent += times * buffer.nbytes * (world_size() - 1) // world_size()
+
+
+def _on_all_ranks(attempt: Callable[[], T]) -> T | None:
+    """The result of an attempt, if every rank's has succeeded."""
+    result = None
+    with contextlib.suppress(OSError):
+        result = attempt()
+    return result if all(all_gather_objects(result is not None)) else None
 
 
 class _Operation:
