@@ -9,6 +9,8 @@ computes. Its all-reduce is good, and used where the sum needs no float32 of its
 Gloo reads and writes the CPU's memory alone: buffers on a GPU go through a copy.
 """
 
+import itertools
+from collections import deque
 from collections.abc import Callable
 
 import torch
@@ -17,8 +19,10 @@ from torch import Tensor
 
 from dist.collectives import HALF_PRECISION, BufferPool, mean_into, rank, world_size
 
-# Apart from the tags of other sends and receives in this process group.
+# Apart from the tags of other sends and receives in this process group. Second halves of
+# all-reduces begin when something is waited for, on every rank at another place among the rest.
 TAG = 2**20
+TAG_OF_SECOND_HALVES = TAG + 1
 
 
 class GlooCollectives:
@@ -27,6 +31,9 @@ class GlooCollectives:
     def __init__(self) -> None:
         self.bytes_sent = 0
         self._pool = BufferPool()
+        self._numbers = itertools.count()
+        # Of all-reduces in two halves: their numbers, and what begins the second.
+        self._second_halves: deque[tuple[int, Callable[[], None]]] = deque()
 
     def new_buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Ordinary memory, out of what was given back."""
@@ -49,7 +56,7 @@ class GlooCollectives:
             mean_into([shard], received, world_size())
             self._recycle_received(received)
 
-        return _Work(works, average)
+        return self._work(works, average)
 
     def all_reduce_mean(self, buffer: Tensor) -> "_Work":
         """Gloo's own; in two halves where the sum is to be taken in float32."""
@@ -59,18 +66,12 @@ class GlooCollectives:
         host = buffer.cpu().div_(world_size()) if buffer.is_cuda else buffer.div_(world_size())
         work = torch_dist.all_reduce(host, async_op=True)
         assert work is not None
-        return _Work([work], lambda: _copy_back(buffer, host))
+        return self._work([work], lambda: _copy_back(buffer, host))
 
     def all_gather(self, buffer: Tensor) -> "_Work":
         """Send every other rank this one's shard, and receive the others' in place."""
-        host = buffer.cpu()
-        self._count(buffer, 1)
-        shards = host.chunk(world_size())
-        works = []
-        for other in _others():
-            works.append(torch_dist.irecv(shards[other], other, tag=TAG))
-            works.append(torch_dist.isend(shards[rank()], other, tag=TAG))
-        return _Work([work for work in works if work], lambda: _copy_back(buffer, host))
+        host, works = self._begin_to_gather(buffer, TAG)
+        return self._work(works, lambda: _copy_back(buffer, host))
 
     def all_reduce_max(self, flags: Tensor, result: Tensor) -> "_Work":
         """Gloo's own."""
@@ -78,17 +79,45 @@ class GlooCollectives:
         host = host.clone() if host is flags else host
         work = torch_dist.all_reduce(host, op=torch_dist.ReduceOp.MAX, async_op=True)
         assert work is not None
-        return _Work([work], lambda: _copy_back(result, host))
+        return self._work([work], lambda: _copy_back(result, host))
 
     def _all_reduce_in_float32(self, buffer: Tensor) -> "_Work":
         shard = buffer.chunk(world_size())[rank()]
         scatter = self.reduce_scatter_mean(buffer, shard)
+        works: list[torch_dist.Work] = []
+        host = buffer
 
-        def gather() -> None:
+        def begin_second_half() -> None:
+            nonlocal host
             scatter.wait()
-            self.all_gather(buffer).wait()
+            host, begun = self._begin_to_gather(buffer, TAG_OF_SECOND_HALVES)
+            works.extend(begun)
 
-        return _Work([], gather)
+        self._second_halves.append((next(self._numbers), begin_second_half))
+        return self._work(works, lambda: _copy_back(buffer, host))
+
+    def _work(self, works: list[torch_dist.Work], then: Callable[[], None]) -> "_Work":
+        number = next(self._numbers)
+
+        # Without this, two ranks that wait for two all-reduces in different orders would each wait
+        # for a second half that the other has not begun.
+        def begin_earlier_second_halves() -> None:
+            while self._second_halves and self._second_halves[0][0] < number:
+                _, begin = self._second_halves.popleft()
+                begin()
+
+        return _Work(begin_earlier_second_halves, works, then)
+
+    def _begin_to_gather(self, buffer: Tensor, tag: int) -> tuple[Tensor, list[torch_dist.Work]]:
+        """Begin to fill the shards of a buffer, or of its copy on the host; returns which."""
+        self._count(buffer, 1)
+        host = buffer.cpu()
+        shards = host.chunk(world_size())
+        works = []
+        for other in _others():
+            works.append(torch_dist.irecv(shards[other], other, tag=tag))
+            works.append(torch_dist.isend(shards[rank()], other, tag=tag))
+        return host, [work for work in works if work is not None]
 
     def _exchange(
         self, shard_for: Callable[[int], Tensor]
@@ -113,17 +142,25 @@ class GlooCollectives:
 
 
 class _Work:
-    """Sends and receives under way, and what follows when they are over."""
+    """Sends and receives under way, what goes before them, and what follows when they are over."""
 
-    def __init__(self, works: list[torch_dist.Work], then: Callable[[], None]) -> None:
+    def __init__(
+        self, first: Callable[[], None], works: list[torch_dist.Work], then: Callable[[], None]
+    ) -> None:
+        self._first = first
         self._works = works
         self._then = then
 
     def wait(self) -> None:
+        self._first()
         for work in self._works:
             work.wait()
         self._then()
-        self._works, self._then = [], lambda: None
+        self._works, self._first, self._then = [], _nothing, _nothing
+
+
+def _nothing() -> None:
+    pass
 
 
 def _others() -> list[int]:
