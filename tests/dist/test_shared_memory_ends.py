@@ -1,0 +1,187 @@
+"""However the ranks end, the others end soon after, and neither memory nor sockets stay."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from dist.collectives import rank
+from dist.ddp import DDP
+from dist.process_group import init_process_group, shut_down
+from dist.sharded_optimizer import ShardedOptimizer
+from dist.shared_memory_collectives import SharedMemoryCollectives
+from tests.harness import DistributedError, run_distributed
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is shared on Linux alone")
+
+TIMEOUT_SECONDS = 2.0
+RANKS, TROUBLE_RANK, TROUBLE_STEP, STEPS = 3, 1, 2, 4
+LAYERS, WIDTH = 5, 1024  # 4 MB each: a rank shares 20 MB of gradients and, if sharded, of weights
+
+
+def get_into(trouble):
+    if trouble == "raise":
+        raise ValueError("the cat sat on the keyboard")
+    if trouble == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if trouble == "sleep":
+        time.sleep(600)
+
+
+def make_model(sharded):
+    layers = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)])
+    ddp = DDP(layers, bucket_cap_mb=5)
+    assert isinstance(ddp.collectives, SharedMemoryCollectives)
+    optimizer_cls = torch.optim.SGD
+    if sharded:
+        return ddp, ShardedOptimizer(ddp.parameters(), optimizer_cls, ddp=ddp, lr=0.01)
+    return ddp, optimizer_cls(ddp.parameters(), lr=0.01)
+
+
+def train(sharded, trouble, where, folder):
+    """A few steps; one rank gets into trouble at some place."""
+    world = init_process_group("gloo", "cpu", TIMEOUT_SECONDS)
+    ddp, optimizer = make_model(sharded)
+    step = 0
+
+    def now(place):
+        if (world.rank, step, place) == (TROUBLE_RANK, TROUBLE_STEP, where):
+            Path(folder, "trouble").write_text(str(time.monotonic()))
+            get_into(trouble)
+
+    def in_backward(*_):
+        assert sent < ddp.collectives.bytes_sent  # so the others have begun to use this bucket
+        now("in backward")
+
+    def in_forward(*_):
+        if sharded and step:
+            assert optimizer._gather._works  # the later layers' weights are on their way
+        now("in forward")
+
+    ddp.module[1].register_forward_pre_hook(in_forward)
+    ddp.module[1].register_full_backward_hook(in_backward)
+    for step in range(STEPS):
+        inputs = torch.ones(2, WIDTH, requires_grad=True)
+        loss = ddp(inputs).square().mean()
+        now("before backward")
+        sent = ddp.collectives.bytes_sent
+        loss.backward()
+        ddp.finish_gradient_sync()
+        if step == 0:
+            note_what_is_held(folder)
+        now("before the optimizer")
+        optimizer.step()
+        optimizer.zero_grad()
+    shut_down(world)
+
+
+def note_what_is_held(folder):
+    """Write down which shared memory and named sockets this process has."""
+    links = [Path("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")]
+    descriptors = {os.readlink(link) for link in links if link.is_symlink()}
+    sockets = [name for inode, name in named_sockets() if f"socket:[{inode}]" in descriptors]
+    held = {"memory": sorted(mapped_memory("self")), "sockets": sockets}
+    Path(folder, f"held by {rank()}").write_text(json.dumps(held))
+
+
+def mapped_memory(process):
+    """The inodes of bucket memory that a process has mapped."""
+    with contextlib.suppress(OSError):  # it has ended meanwhile, or is another user's
+        lines = Path("/proc", process, "maps").read_text().splitlines()
+        return {line.split()[4] for line in lines if "memfd:buckets" in line}
+    return set()
+
+
+def named_sockets():
+    """Inode and name of all sockets that have a name in Linux's abstract name space."""
+    lines = Path("/proc/net/unix").read_text().splitlines()
+    return [line.split()[6:8] for line in lines if " @" in line]
+
+
+def shared_megabytes():
+    """Shared memory in use on this machine."""
+    (kilobytes,) = re.findall(r"^Shmem: +(\d+) kB", Path("/proc/meminfo").read_text(), re.M)
+    return int(kilobytes) / 1024
+
+
+@pytest.fixture
+def _nothing_stays(tmp_path):
+    """What the ranks noted is gone after the test, and so is their memory."""
+    files, megabytes = set(os.listdir("/dev/shm")), shared_megabytes()
+    yield
+    notes = [json.loads(path.read_text()) for path in tmp_path.glob("held by *")]
+    memory = {inode for note in notes for inode in note["memory"]}
+    sockets = {name for note in notes for name in note["sockets"]}
+    assert len(notes) == len(memory) == RANKS
+    assert len(sockets) == RANKS - 1  # those of the ranks that others called
+    for process in filter(str.isdecimal, os.listdir("/proc")):
+        assert not memory & mapped_memory(process)
+    assert not sockets & {name for _, name in named_sockets()}
+    # Other programs have shared memory too, for a while.
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline and (
+        shared_megabytes() > megabytes + 10 or set(os.listdir("/dev/shm")) - files
+    ):
+        time.sleep(0.05)
+    assert shared_megabytes() <= megabytes + 10
+    assert not set(os.listdir("/dev/shm")) - files
+
+
+def fail(sharded, trouble, where, folder):
+    """The failures by rank, and when the trouble began, in seconds after the start."""
+    start = time.monotonic()
+    with pytest.raises(DistributedError) as caught:
+        run_distributed(train, RANKS, sharded, trouble, where, str(folder), process_group=False)
+    return caught.value.failures, float((folder / "trouble").read_text()) - start
+
+
+PLACES = ["before backward", "in backward", "before the optimizer", "in forward"]
+
+
+@pytest.mark.usefixtures("_nothing_stays")
+@pytest.mark.parametrize("trouble", ["raise", "kill"])
+@pytest.mark.parametrize("where", PLACES)
+@pytest.mark.parametrize("sharded", [False, True], ids=["plain", "sharded"])
+def test_a_dead_rank_is_noticed_and_named_at_once(sharded, where, trouble, tmp_path):
+    failures, began = fail(sharded, trouble, where, tmp_path)
+    kinds = {"raise": "ValueError", "kill": "killed by signal 9"}
+    assert failures[TROUBLE_RANK].kind == kinds[trouble]
+    others = sorted((failures[0], failures[2]), key=lambda failure: failure.seconds)
+    for failure in others:
+        assert failure.kind == "LostRankError"
+        assert failure.seconds < began + TIMEOUT_SECONDS
+    # The second may have found out by the end of the first.
+    assert others[0].message == (
+        f"rank {TROUBLE_RANK} has ended while rank {others[0].rank} was waiting for it"
+    )
+    assert "has ended while" in others[1].message
+
+
+@pytest.mark.usefixtures("_nothing_stays")
+@pytest.mark.parametrize(
+    ("sharded", "where"), [(False, "before backward"), (True, "in backward"), (True, "in forward")]
+)
+def test_a_silent_rank_is_given_up_after_the_timeout(sharded, where, tmp_path, monkeypatch):
+    monkeypatch.setattr("tests.harness.SECONDS_AFTER_A_FAILURE", 1.5)
+    failures, began = fail(sharded, "sleep", where, tmp_path)
+    assert failures[TROUBLE_RANK].kind == "hang"
+    others = sorted((failures[0], failures[2]), key=lambda failure: failure.seconds)
+    for failure in others:
+        assert failure.kind == "LostRankError"
+        assert failure.seconds <= began + TIMEOUT_SECONDS + 5
+    waited = f"Timed out after 2 s: rank {others[0].rank} waited for rank {TROUBLE_RANK}"
+    assert others[0].message == waited
+
+
+@pytest.mark.usefixtures("_nothing_stays")
+@pytest.mark.parametrize("sharded", [False, True], ids=["plain", "sharded"])
+def test_nothing_stays_after_a_good_end(sharded, tmp_path):
+    run_distributed(train, RANKS, sharded, None, None, str(tmp_path), process_group=False)
