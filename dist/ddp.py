@@ -17,6 +17,7 @@ exchange, after the last bucket, one byte a parameter that is 1 where a rank has
 
 import contextlib
 import weakref
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -36,6 +37,10 @@ from dist.reducer import Reducer
 from dist.same_model import check_same_model
 
 MB = 2**20
+
+# Scattered buckets that travel at a time. Backward waits before it starts one more, and fills the
+# memory of those that have arrived: so full gradients never need a whole model's memory.
+MOST_UNDER_WAY = 3
 
 
 class DDP(nn.Module):
@@ -85,6 +90,7 @@ class DDP(nn.Module):
         self._reducers: list[Reducer] = []
         self._syncing = True
         self._next_to_send = 0
+        self._under_way: deque[Reducer] = deque()
         self._flags: Tensor | None = None
         self._flags_work: Work | None = None
         check_same_model(module, f"buckets of {bucket_cap_mb} MB, {wire_dtype} on the wire")
@@ -138,6 +144,7 @@ class DDP(nn.Module):
         sent = [reducer for reducer in self._reducers if reducer.sent]
         for reducer in sent:
             reducer.wait()
+        self._under_way.clear()
         used = self._used_by_any()
         for reducer in sent:
             first = self._first_flag[reducer]
@@ -150,7 +157,7 @@ class DDP(nn.Module):
         After an exception in the middle of a backward this also ends the half-done sync. Enough
         where all ranks broke off alike; where some did not, finish_gradient_sync() comes first.
         """
-        if self._is_syncing():
+        if self.is_syncing():
             self.finish_gradient_sync()
         for reducer in self._reducers:
             reducer.clear()
@@ -167,7 +174,16 @@ class DDP(nn.Module):
     def make_buckets(
         self, parameters: Sequence[nn.Parameter], whole_matrices: bool = False
     ) -> list[Bucket]:
-        """Deal some of the module's parameters into buckets of this DDP's sizes."""
+        """Deal some of the module's parameters into buckets of this DDP's sizes.
+
+        Raises:
+            ValueError: a parameter is none of this module's, or is no floating-point number.
+        """
+        for parameter in parameters:
+            if id(parameter) not in self._order:
+                raise ValueError(
+                    f"a parameter of shape {tuple(parameter.shape)} is none of the wrapped module's"
+                )
         return make_buckets(
             sorted(parameters, key=lambda parameter: self._order[id(parameter)]),
             self.bucket_cap_mb * MB,
@@ -182,32 +198,28 @@ class DDP(nn.Module):
         For an optimizer that updates only that; their `grad` is None after a sync.
 
         Args:
-            buckets: of parameters of the module, the same on every rank.
+            buckets: of `make_buckets`, the same on every rank.
 
         Returns:
             Their reducers, in the order of the buckets; they hold the shards.
 
         Raises:
-            ValueError: a parameter is none of this module's, or is scattered already.
+            ValueError: a parameter is scattered already.
             RuntimeError: in the middle of a sync.
         """
-        if self._is_syncing():
+        if self.is_syncing():
             raise RuntimeError("a sync is under way: call finish_gradient_sync() first")
         taken = set()
         for parameter in (p for bucket in buckets for p in bucket.parameters):
-            if id(parameter) not in self._places:
-                raise ValueError(
-                    f"a parameter of shape {tuple(parameter.shape)} is none of the wrapped module's"
-                )
             if self._places[id(parameter)][0].scatter:
                 raise ValueError("a parameter's gradient is scattered to another optimizer already")
             taken.add(id(parameter))
-        left = [r for r in self._reducers if r.scatter]
-        rest = [
-            [p for p in reducer.bucket.parameters if id(p) not in taken]
-            for reducer in self._reducers
-            if not reducer.scatter
-        ]
+        left = [reducer for reducer in self._reducers if reducer.scatter]
+        rest = []
+        for reducer in self._reducers:
+            if not reducer.scatter:
+                rest.append([p for p in reducer.bucket.parameters if id(p) not in taken])
+                reducer.retire()
         assert self.collectives is not None
         added = [Reducer(bucket, self.collectives, True, self._wire_dtype) for bucket in buckets]
         self._reducers = left + added
@@ -269,6 +281,10 @@ class DDP(nn.Module):
                 first = self._first_flag[reducer]
                 has_gradient = reducer.send()
                 self._has_gradient[first : first + len(has_gradient)] = has_gradient
+                if reducer.scatter:
+                    self._under_way.append(reducer)
+                    if len(self._under_way) > MOST_UNDER_WAY:
+                        self._under_way.popleft().wait()
             self._next_to_send += 1
             if self._next_to_send == len(self._reducers):
                 self._send_flags()
@@ -296,7 +312,8 @@ class DDP(nn.Module):
         self._has_gradient = [False] * len(used)
         return used
 
-    def _is_syncing(self) -> bool:
+    def is_syncing(self) -> bool:
+        """Whether a backward has begun to send gradients, and nobody has waited for them yet."""
         return any(reducer.started for reducer in self._reducers)
 
     def _forbid_steps_during_a_sync(self) -> None:
@@ -305,7 +322,7 @@ class DDP(nn.Module):
 
         def check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             ddp = this()
-            if ddp is not None and ddp._is_syncing():
+            if ddp is not None and ddp.is_syncing():
                 for group in optimizer.param_groups:
                     if any(id(parameter) in ddp._places for parameter in group["params"]):
                         raise RuntimeError(

@@ -12,6 +12,11 @@ from torch import Tensor
 from dist.bucket import Bucket
 from dist.collectives import HALF_PRECISION, BucketCollectives, Work, world_size
 
+SECOND_BACKWARD = (
+    "a second backward before finish_gradient_sync(): finish the first, or run all "
+    "micro-batches but the last under no_sync()"
+)
+
 
 class Reducer:
     """The gradients of one bucket.
@@ -73,7 +78,14 @@ class Reducer:
         return self._is_frozen and not any(p.requires_grad for p in self.bucket.parameters)
 
     def take(self, index: int) -> None:
-        """Make a parameter's gradient a view of the buffer, whoever made it."""
+        """Make a parameter's gradient a view of the buffer, whoever made it.
+
+        Raises:
+            RuntimeError: the bucket has been sent in this sync.
+        """
+        if self.sent:
+            self.bucket.parameters[index].grad = None  # a piece too late is no gradient
+            raise RuntimeError(SECOND_BACKWARD)
         if self._buffer is None:
             self._borrow_buffer()
         parameter, view = self.bucket.parameters[index], self._views[index]
@@ -88,11 +100,8 @@ class Reducer:
         Raises:
             RuntimeError: the gradient already was, in this sync.
         """
-        if self.sent or self._ready[index]:
-            raise RuntimeError(
-                "a second backward before finish_gradient_sync(): finish the first, or run all "
-                "micro-batches but the last under no_sync()"
-            )
+        if self._ready[index]:
+            raise RuntimeError(SECOND_BACKWARD)
         if self._num_ready == 0:
             # Here, not in the constructor: parameters may be frozen or thawed between steps.
             self._expected = sum(parameter.requires_grad for parameter in self.bucket.parameters)
@@ -125,6 +134,9 @@ class Reducer:
         if self.scatter:
             for parameter in parameters:
                 parameter.grad = None
+            if self._wire is not None:
+                self._collectives.recycle(self._buffer)
+                self._buffer = None
             self._arriving = self._memory_of_shard()
             self._work = self._collectives.reduce_scatter_mean(on_its_way, self._arriving)
         else:
@@ -133,10 +145,13 @@ class Reducer:
         return has_gradient
 
     def wait(self) -> None:
-        """Wait for the average."""
-        assert self._work is not None
+        """Wait for the average; the memory of full gradients that were scattered is free then."""
+        if self._work is None:
+            return
         self._work.wait()
         self._work = None
+        if self.scatter:
+            self._return_buffers()
 
     def finish(self, used: list[bool]) -> None:
         """Hand the average over, and be ready for the next sync.
@@ -144,14 +159,10 @@ class Reducer:
         Args:
             used: by parameter, whether any rank had a gradient for it.
         """
-        assert self._buffer is not None
         if self.scatter:
             self._keep_shard(used)
-            for buffer in (self._buffer, self._wire):
-                if buffer is not None:
-                    self._collectives.recycle(buffer)
-            self._buffer = None
         else:
+            assert self._buffer is not None
             if self._wire is not None:
                 self._buffer.copy_(self._wire)
                 self._collectives.recycle(self._wire)
@@ -163,7 +174,7 @@ class Reducer:
                 if parameter.grad is not gradient:
                     parameter.grad = gradient
             self.used = used
-        self._wire = None
+            self._wire = None
         self._ready = [False] * len(self._ready)
         self._num_ready = 0
         self.sent = False
@@ -172,6 +183,19 @@ class Reducer:
         """Forget the shard; parameters' gradients are cleared by whoever owns those."""
         self.shard = None
         self.used = [False] * len(self.bucket.parameters)
+
+    def retire(self) -> None:
+        """Give the buffer back for good: gradients in it get memory of their own."""
+        for parameter, view in zip(self.bucket.parameters, self._views, strict=False):
+            if parameter.grad is view:
+                parameter.grad = view.clone()
+        self._return_buffers()
+
+    def _return_buffers(self) -> None:
+        for buffer in (self._buffer, self._wire):
+            if buffer is not None:
+                self._collectives.recycle(buffer)
+        self._buffer = self._wire = None
 
     def _keep_shard(self, used: list[bool]) -> None:
         if self.shard is None:
