@@ -8,7 +8,7 @@ one at first, more from the moment on when some weights have a gradient and othe
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,10 @@ from dist.collectives import HALF_PRECISION, rank, world_size
 from dist.reducer import Reducer
 
 State = dict[str, Any]
+
+# Entries of torch's optimizers that a weight has one of, whatever its shape. (In the state of a
+# weight without dimensions they cannot be told by it.)
+COUNTERS = ("step", "mu_product", "eta", "mu")
 
 
 @dataclass
@@ -133,10 +137,16 @@ class Shard:
         if self.is_half:
             self._weights.copy_(self.values)
 
-    def read_back(self) -> None:
-        """Take the weights for what the optimizer updates: they were set from outside."""
-        if self.is_half:
-            self.values.copy_(self._weights)
+    def read_back(self, weights: Container[int]) -> None:
+        """Take weights for what the optimizer updates: they were set from outside.
+
+        Args:
+            weights: their identities.
+        """
+        for piece in self.pieces if self.is_half else []:
+            if id(self.bucket.parameters[piece.index]) in weights:
+                part = slice(piece.start, piece.end)
+                self.values[part].copy_(self._weights[part])
 
     def is_elementwise(self, value: Any, segment: Segment) -> bool:
         """Whether an entry of a segment's state has a part for each of its pieces."""
@@ -179,10 +189,10 @@ class Shard:
 
     def has_part_for_each(self, key: str, whole: Any, piece: Piece) -> bool:
         """Whether a whole weight's entry is elementwise; a counter is not, whatever its shape."""
-        if not isinstance(whole, Tensor) or key == "step":
+        if not isinstance(whole, Tensor) or key in COUNTERS:
             return False
         if self._matrix is not None:
-            return whole.dim() > 0
+            return True  # one number a matrix has no dimensions, and is of the matrix nevertheless
         return whole.shape == self.bucket.parameters[piece.index].shape
 
     def _split(self, segment: Segment, state: dict[Tensor, State]) -> list[Segment]:

@@ -54,14 +54,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
             into flat buffers; the Parameter objects stay.
         optimizer_cls: an optimizer whose update of an element depends on that element's weight,
             gradient and state alone (SGD, Adam, AdamW, ...; not Adafactor), or one that has
-            `whole_matrices = True` and takes stacks of them.
+            `whole_matrices = True` and takes stacks of them; its state then is tensors with an
+            entry for each matrix, and numbers that all share, as `step` is.
         ddp: the wrapper of the module that the parameters are of. Their `grad` is None after
-            finish_gradient_sync: the shards are here. Whoever reads weights not by calling the
-            module, one of its children, or `state_dict`, calls `finish_gather()` first.
+            finish_gradient_sync: the shards are here, and are cleared by this optimizer's zero_grad
+            or the wrapper's, not by the module's. Whoever reads weights not by calling the module,
+            one of its children, or `state_dict`, calls `finish_gather()` first.
             None: gradients must be complete on all ranks before `step`.
         **kwargs: hyperparameters of optimizer_cls.
 
-    Weights of 16 bits have float32 masters, in the shards alone; they are what is updated.
+    Weights of 16 bits have float32 masters, in the shards alone; they are what is updated. Given
+    the DDP, loading a state dict into the module sets them too.
 
     Raises:
         ValueError: whole matrices are needed, and a parameter is none.
@@ -90,6 +93,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         )
         for group, local in zip(self.param_groups, self._local.param_groups, strict=True):
             _add_missing(group, local)
+        if ddp is not None:
+            for part in ddp.module.modules():  # each may be loaded alone
+                part.register_load_state_dict_post_hook(lambda part, _: self._read_back(part))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -118,7 +124,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return loss
 
     def finish_gather(self) -> None:
-        """Wait for the exchange that `step` started: then all weights are there to be read."""
+        """Wait for the exchange that `step` started: then all weights are there to be read.
+
+        To change weights by hand, wait for all ranks besides: they may still be reading these.
+        """
         if self._gather is not None:
             self._gather.wait()
 
@@ -139,9 +148,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Raises:
             ValueError: max_norm is not above 0.
+            RuntimeError: the sync of the gradients has not been finished.
         """
         if not max_norm > 0:
             raise ValueError(f"max_norm {max_norm} must be above 0 (infinity: no clipping)")
+        if self._ddp is not None and self._ddp.is_syncing():
+            raise RuntimeError(
+                "clip_grad_norm() before finish_gradient_sync(): the gradients are not averaged yet"
+            )
         self._take_gradients()
         shards = [
             segment.parameter.grad
@@ -175,7 +189,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
         if hasattr(self, "_local"):  # torch's constructor adds the first groups through here
             group = self.param_groups[-1]
-            self._shards_of_group.append(self._lay_out(group["params"]))
+            try:
+                self._shards_of_group.append(self._lay_out(group["params"]))
+            except (ValueError, RuntimeError):
+                self.param_groups.pop()
+                raise
             parameters = _parameters(self._shards_of_group[-1])
             self._local.add_param_group({**group, "params": parameters})
             _add_missing(group, self._local.param_groups[-1])
@@ -261,7 +279,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise ValueError("whole matrices are shared out here, and a parameter is none")
         buckets = []
         for frozen in (False, True):
-            some = [weight for weight in weights if weight.requires_grad != frozen]
+            some = [
+                weight
+                for weight in weights
+                # A table of integers never has a gradient, nor a state.
+                if weight.requires_grad != frozen
+                and (weight.is_floating_point() or weight.is_complex())
+            ]
             if self._ddp is not None:
                 buckets += self._ddp.make_buckets(some, self._whole_matrices)
             else:
@@ -286,13 +310,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._ddp is None:
             return ParameterGather(None, open_collectives(device))
         assert self._ddp.collectives is not None
-        gather = ParameterGather(self._ddp.module, self._ddp.collectives)
-        self._ddp.module.register_load_state_dict_post_hook(lambda *_: self._read_back())
-        return gather
+        return ParameterGather(self._ddp.module, self._ddp.collectives)
 
-    def _read_back(self) -> None:
+    def _read_back(self, part: nn.Module) -> None:
+        weights = {id(weight) for weight in part.parameters(recurse=False)}
         for shard in self._shards:
-            shard.read_back()
+            shard.read_back(weights)
 
     def _take_gradients(self) -> None:
         was_split = [shard.split(self._local.state) for shard in self._shards]
