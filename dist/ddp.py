@@ -257,14 +257,15 @@ class DDP(nn.Module):
             self._hook(parameter)
             parameter.requires_grad_(False)
             return
-        places, key, this = self._places, id(parameter), weakref.ref(self)
+        # By a weak reference: torch never frees a parameter that its own hook leads back to.
+        key, this = id(parameter), weakref.ref(self)
 
         # After accumulation, not before: `grad` then holds the sum of all micro-batches.
         def gradient_is_complete(_: Tensor) -> None:
             ddp = this()
             if ddp is None:  # the parameters outlive their wrapper
                 return
-            reducer, index = places[key]
+            reducer, index = ddp._places[key]
             reducer.take(index)
             if ddp._syncing and reducer.mark_ready(index):
                 ddp._send_while(Reducer.is_complete)

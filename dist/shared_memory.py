@@ -85,15 +85,19 @@ class SharedMemory:
             MemoryError: this rank has been given more than the machine has.
         """
         start = self._num_used
-        own = self._memories[self.rank]
-        if start + nbytes > own.numel():
-            raise MemoryError(f"{nbytes} bytes after {start}: the machine has {own.numel()}")
-        self._num_used += -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
-        return start, own[start : start + nbytes]
+        size = len(self._memories[self.rank])
+        if start + nbytes > size:
+            raise MemoryError(f"{nbytes} bytes after {start}: the machine has {size}")
+        self._num_used += -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        return start, self.part_of(self.rank, start, nbytes)
 
-    def remote(self, rank: int, start: int, nbytes: int) -> Tensor:
-        """Part of another rank's memory, uint8."""
-        return self._memories[rank][start : start + nbytes]
+    def part_of(self, rank: int, start: int, nbytes: int) -> Tensor:
+        """Part of some rank's memory, uint8.
+
+        It is a tensor with a storage of its own: torch.save writes whole storages.
+        """
+        memory = self._memories[rank]
+        return torch.frombuffer(memory, dtype=torch.uint8, count=nbytes, offset=start)
 
     def tell_all(self, kind: int, operation: int, start: int = 0, size: int = 0) -> None:
         """Send a message to every other rank."""
@@ -262,8 +266,8 @@ def answer(
     return links
 
 
-def _exchange_memory(rank: int, sockets: dict[int, socket.socket]) -> list[Tensor]:
-    """Every rank's memory, by rank, uint8."""
+def _exchange_memory(rank: int, sockets: dict[int, socket.socket]) -> list[mmap.mmap]:
+    """Every rank's memory, by rank."""
     world_size = len(sockets) + 1
     memories = []
     try:
@@ -304,9 +308,9 @@ def _receive_from(link: socket.socket) -> int:
     return descriptors[0]
 
 
-def _map(descriptor: int) -> Tensor:
-    """All of a memory file, uint8."""
+def _map(descriptor: int) -> mmap.mmap:
+    """All of a memory file."""
     memory = mmap.mmap(descriptor, os.fstat(descriptor).st_size)
     with contextlib.suppress(OSError, AttributeError):
         memory.madvise(mmap.MADV_HUGEPAGE)  # fewer page faults, where the kernel allows it
-    return torch.frombuffer(memory, dtype=torch.uint8)
+    return memory

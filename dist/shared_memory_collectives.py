@@ -182,7 +182,7 @@ class SharedMemoryCollectives:
                     f"ranks are at different collectives: rank {rank()} has a buffer of "
                     f"{buffer.nbytes} bytes, rank {other} one of {nbytes}"
                 )
-            buffers.append(self._memory.remote(other, start, nbytes).view(buffer.dtype))
+            buffers.append(self._memory.part_of(other, start, nbytes).view(buffer.dtype))
         return buffers
 
     def _is_writable(self, address: int) -> bool:

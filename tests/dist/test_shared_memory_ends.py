@@ -1,5 +1,7 @@
 """However the ranks end, the others end soon after, and neither memory nor sockets stay."""
 
+import gc
+import io
 import contextlib
 import json
 import os
@@ -185,3 +187,33 @@ def test_a_silent_rank_is_given_up_after_the_timeout(sharded, where, tmp_path, m
 @pytest.mark.parametrize("sharded", [False, True], ids=["plain", "sharded"])
 def test_nothing_stays_after_a_good_end(sharded, tmp_path):
     run_distributed(train, RANKS, sharded, None, None, str(tmp_path), process_group=False)
+
+
+def train_one_model_after_another():
+    counts = []
+    for _ in range(3):
+        ddp, optimizer = make_model(sharded=True)
+        ddp(torch.ones(2, WIDTH)).square().mean().backward()
+        ddp.finish_gradient_sync()
+        optimizer.step()
+        counts.append(len(mapped_memory("self")))
+        del ddp, optimizer
+        gc.collect()
+        counts.append(len(mapped_memory("self")))
+    return counts
+
+
+def test_the_memory_of_a_model_that_is_given_up_is_given_back():
+    assert run_distributed(train_one_model_after_another, 2) == [[2, 0, 2, 0, 2, 0]] * 2
+
+
+def saved_size():
+    ddp, optimizer = make_model(sharded=True)
+    file = io.BytesIO()
+    torch.save(ddp.state_dict(), file)
+    return file.tell(), sum(p.nbytes for p in ddp.parameters())
+
+
+def test_what_torch_saves_of_a_model_is_the_model_and_not_the_memory_around_it():
+    for saved, model in run_distributed(saved_size, 2):
+        assert saved < 1.1 * model + 100_000
