@@ -99,14 +99,14 @@ def measure(options: argparse.Namespace) -> None:
     given = vars(options)
     (mbit,) = given["mbit"]
     world = init_process_group("gloo", "cpu")
-    sharded, ddp, _ = our_sharded(options, world)
+    sharded, ddp, optimizer = our_sharded(options, world)
     variants = {
         **without_communication(options, world),
         **torch_ddp(options, world),
         **our_ddp(options, world),
         **sharded,
     }
-    times = interleave(variants, given["rounds"], world)
+    times = interleave(variants, given["rounds"], world, optimizer.finish_gather)
     assert ddp.collectives is not None
     before = ddp.collectives.bytes_sent
     for _ in range(3):

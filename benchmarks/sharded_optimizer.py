@@ -87,14 +87,14 @@ def measure_all(options: argparse.Namespace) -> None:
 def measure_steps(options: argparse.Namespace) -> None:
     """Step times, and bytes a step."""
     world = init_process_group()
-    ours, ddp, _ = our_sharded(options, world)
+    ours, ddp, optimizer = our_sharded(options, world)
     variants = {
         **without_communication(options, world),
         **torch_ddp(options, world),
         **torch_zero(options, world),
         **ours,
     }
-    times = interleave(variants, options.rounds, world)
+    times = interleave(variants, options.rounds, world, optimizer.finish_gather)
     sent = bytes_of_a_step(ours[OURS], ddp)
     if world.rank == 0:
         best_ddp, best_zero = fastest(times, "torch DDP,"), fastest(times, "torch DDP + ZeRO")

@@ -19,8 +19,9 @@ import torch.distributed as torch_dist
 
 from dist.process_group import World
 
-# The first rounds fault memory in and, in torch DDP's case, build its buckets.
-WARM_UP_ROUNDS = 3
+# The first steps fault memory in and, in torch DDP's case, build its buckets.
+WARM_UP_ROUNDS = 1
+TIMED_STEPS = 2
 
 Times = Mapping[str, list[float]]
 
@@ -43,34 +44,49 @@ def run_ranks(ranks: int, threads: int, arguments: Sequence[str]) -> None:
 
 
 def interleave(
-    variants: Mapping[str, Callable[[], object]], rounds: int, world: World
+    variants: Mapping[str, Callable[[], object]],
+    rounds: int,
+    world: World,
+    settle: Callable[[], object] = lambda: None,
 ) -> dict[str, list[float]]:
-    """Run every variant once a round.
+    """Run every variant some steps a round.
+
+    What a step leaves under way belongs to the next step. So one step goes before those that are
+    timed, and what the last one leaves is waited for before the next variant's turn.
 
     Args:
         variants: name -> one step.
         rounds: that are counted.
         world: barrier and maximum over its ranks.
+        settle: waits for whatever any variant has left under way.
 
     Returns:
-        name -> seconds of the slowest rank, by round; the same on every rank.
+        name -> seconds a step of the slowest rank, by round; the same on every rank.
     """
     times: dict[str, list[float]] = {name: [] for name in variants}
     for number in range(WARM_UP_ROUNDS + rounds):
         for name, step in variants.items():
             if world.world_size > 1:
                 torch_dist.barrier()
-            start = time.perf_counter()
             step()
-            if world.device.type == "cuda":
-                torch.cuda.synchronize()
-            seconds = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
+            _synchronize(world)
+            start = time.perf_counter()
+            for _ in range(TIMED_STEPS):
+                step()
+            _synchronize(world)
+            seconds = torch.tensor(time.perf_counter() - start, dtype=torch.float64) / TIMED_STEPS
+            settle()
             if world.world_size > 1:
                 seconds = seconds.to(world.device)
                 torch_dist.all_reduce(seconds, op=torch_dist.ReduceOp.MAX)
             if number >= WARM_UP_ROUNDS:
                 times[name].append(seconds.item())
     return times
+
+
+def _synchronize(world: World) -> None:
+    if world.device.type == "cuda":
+        torch.cuda.synchronize()
 
 
 def median(times: Times, name: str) -> float:

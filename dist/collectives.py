@@ -122,25 +122,27 @@ def mean_into(targets: Sequence[Tensor], parts: Sequence[Tensor], count: int) ->
         parts: 1-D and of the targets' length; 16-bit ones are added up in float32.
         count: divisor.
     """
-    first = parts[0]
+    first, target = parts[0], targets[0]
     wide = torch.float32 if first.dtype in HALF_PRECISION else first.dtype
     length = first.numel()
     if first.device.type == "cpu":
         length = min(length, CHUNK * torch.get_num_threads())
-    total = torch.empty(length, dtype=wide, device=first.device)
+    # Adding up in the target itself saves a pass; not if that is a part that is yet to be added.
+    is_free = target.dtype == wide and all(target.data_ptr() != p.data_ptr() for p in parts[2:])
+    scratch = None if is_free else torch.empty(length, dtype=wide, device=first.device)
     for start in range(0, first.numel(), max(length, 1)):
         chunk = slice(start, min(start + length, first.numel()))
         pieces = [part[chunk].to(wide) for part in parts]
-        piece = total[: pieces[0].numel()]
+        total = target[chunk] if scratch is None else scratch[: len(pieces[0])]
         if len(pieces) == 1:
-            piece.copy_(pieces[0])
+            total.copy_(pieces[0])
         else:
-            torch.add(pieces[0], pieces[1], out=piece)
-            for other in pieces[2:]:
-                piece.add_(other)
-        piece.mul_(1 / count)
-        for target in targets:
-            target[chunk].copy_(piece)
+            torch.add(pieces[0], pieces[1], out=total)
+        for other in pieces[2:]:
+            total.add_(other)
+        total.mul_(1 / count)
+        for other in targets if scratch is not None else targets[1:]:
+            other[chunk].copy_(total)
 
 
 # Elements: with a few parts of float32 still inside a core's second-level cache.

@@ -120,7 +120,8 @@ class SharedMemoryCollectives:
 
         def average(buffers: list[Tensor]) -> None:
             shards = [other.chunk(world_size())[rank()] for other in buffers]
-            mean_into(shards, shards, len(buffers))
+            own_first = [shards[rank()], *shards[: rank()], *shards[rank() + 1 :]]
+            mean_into(own_first, shards, len(buffers))
 
         self._count(buffer, 2)
         return self._start(buffer, average, writes_to_others=True)
