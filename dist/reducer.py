@@ -119,12 +119,14 @@ class Reducer:
             self._borrow_buffer()
         assert self._buffer is not None
         parameters = self.bucket.parameters
-        has_gradient = [parameter.grad is not None for parameter in parameters]
-        for index, has in enumerate(has_gradient):
-            if has:
-                self.take(index)  # of a frozen parameter, or one set by hand: no hook took it
-            else:
-                self._views[index].zero_()
+        has_gradient = []
+        for parameter, view in zip(parameters, self._views, strict=True):
+            gradient = parameter.grad
+            has_gradient.append(gradient is not None)
+            if gradient is None:
+                view.zero_()
+            elif gradient is not view:  # a frozen parameter's, or set by hand: no hook took it
+                view.copy_(gradient)
         if self._wire_dtype is not None:
             self._wire = self._collectives.new_buffer(
                 self._buffer.numel(), self._wire_dtype, self._buffer.device
