@@ -48,7 +48,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     flags.add_argument("--num_heads", type=int, default=8)
     flags.add_argument("--max_seq_len", type=int, default=128, help="tokens of a sequence")
     flags.add_argument("--sequences", type=int, default=4, help="of each rank")
-    flags.add_argument("--bucket_cap_mb", type=float, default=25.0, help="of our DDP")
+    flags.add_argument("--bucket_cap_mb", type=float, help="of our DDP")
     flags.add_argument("--json", help="file for the figures")
     return flags
 

@@ -71,7 +71,7 @@ def on_two_hosts(options: argparse.Namespace, mbit: int) -> dict[str, float]:
     arguments = [
         f"--{name}={value}"
         for name, value in given.items()
-        if name not in ("netlab", "mbit", "json", "ranks", "threads")
+        if value is not None and name not in ("netlab", "mbit", "json", "ranks", "threads")
     ]
     root = str(Path(__file__).resolve().parent.parent)
     environment = {

@@ -29,6 +29,7 @@ class Bucket:
         offsets: first element of each.
         numel: elements of the parameters together.
         padded_numel: with padding; the length of a buffer.
+        nbytes: of a buffer.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Bucket:
         multiple = world_size * max(unit, 1)
         # Never empty: buffers are told apart by their address, and an empty one has none.
         self.padded_numel = -(-max(self.numel, 1) // multiple) * multiple
+        self.nbytes = self.padded_numel * self.dtype.itemsize
 
     def views(self, buffer: Tensor) -> list[Tensor]:
         """Each parameter's part of a flat buffer, in the parameter's shape."""

@@ -34,9 +34,11 @@ class BucketCollectives(Protocol):
 
     Attributes:
         bytes_sent: by this rank so far, small messages left out.
+        bucket_cap_mb: megabytes that travel best together.
     """
 
     bytes_sent: int
+    bucket_cap_mb: float
 
     def new_buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A flat buffer (numel,) for the methods below; only such buffers may be given to them.

@@ -38,9 +38,9 @@ from dist.same_model import check_same_model
 
 MB = 2**20
 
-# Scattered buckets that travel at a time. Backward waits before it starts one more, and fills the
-# memory of those that have arrived: so full gradients never need a whole model's memory.
-MOST_UNDER_WAY = 3
+# Of scattered buckets that travel at a time. Backward waits before it starts one more, and fills
+# the memory of those that have arrived: so full gradients never need a whole model's memory.
+MOST_BYTES_UNDER_WAY = 75 * MB
 
 
 class DDP(nn.Module):
@@ -55,7 +55,7 @@ class DDP(nn.Module):
 
     Args:
         module: on its device already; the same on every rank, but for its values.
-        bucket_cap_mb: megabytes of gradients sent together.
+        bucket_cap_mb: megabytes of gradients sent together; None: what the collectives do best.
         first_bucket_mb: of the first bucket, so that traffic starts early.
         wire_dtype: gradients travel in this type, if it is smaller than their own, and are added
             up in float32: torch.bfloat16 halves the traffic and rounds every rank's gradient to 8
@@ -73,18 +73,16 @@ class DDP(nn.Module):
     def __init__(
         self,
         module: nn.Module,
-        bucket_cap_mb: float = 25.0,
+        bucket_cap_mb: float | None = None,
         first_bucket_mb: float = 1.0,
         wire_dtype: torch.dtype | None = None,
         collectives: BucketCollectives | None = None,
     ) -> None:
         super().__init__()
         for name, size in (("bucket_cap_mb", bucket_cap_mb), ("first_bucket_mb", first_bucket_mb)):
-            if not size > 0:
+            if size is not None and not size > 0:
                 raise ValueError(f"{name} is {size}, it must be positive")
         self.module = module
-        self.bucket_cap_mb = bucket_cap_mb
-        self.first_bucket_mb = min(first_bucket_mb, bucket_cap_mb)
         self.collectives = collectives
         self._wire_dtype = wire_dtype
         self._reducers: list[Reducer] = []
@@ -106,6 +104,8 @@ class DDP(nn.Module):
         if self.collectives is None:
             device = parameters[0].device if parameters else torch.device("cpu")
             self.collectives = open_collectives(device)
+        self.bucket_cap_mb = bucket_cap_mb or self.collectives.bucket_cap_mb
+        self.first_bucket_mb = min(first_bucket_mb, self.bucket_cap_mb)
         # Frozen parameters lie apart: while they stay frozen, nothing is sent for them.
         for frozen in (False, True):
             self._add_reducers(
@@ -284,7 +284,7 @@ class DDP(nn.Module):
                 self._has_gradient[first : first + len(has_gradient)] = has_gradient
                 if reducer.scatter:
                     self._under_way.append(reducer)
-                    if len(self._under_way) > MOST_UNDER_WAY:
+                    while sum(r.bucket.nbytes for r in self._under_way) > MOST_BYTES_UNDER_WAY:
                         self._under_way.popleft().wait()
             self._next_to_send += 1
             if self._next_to_send == len(self._reducers):

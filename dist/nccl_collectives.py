@@ -14,6 +14,8 @@ from dist.collectives import HALF_PRECISION, BufferPool, mean_into, rank, world_
 class NCCLCollectives:
     """See `dist.collectives.BucketCollectives`."""
 
+    bucket_cap_mb = 25.0
+
     def __init__(self) -> None:
         self.bytes_sent = 0
         self._pool = BufferPool()

@@ -113,8 +113,8 @@ class DeviceConfig:
     """Of the process group; auto: nccl on GPUs, gloo on CPUs."""
     timeout_seconds: float = 600.0
     """After which a collective gives up on a silent process."""
-    bucket_cap_mb: float = 25.0
-    """Megabytes of gradients sent together while backward goes on."""
+    bucket_cap_mb: float | None = None
+    """Megabytes of gradients that are sent together; null: 25, and 8 between hosts without GPUs."""
     gradient_dtype: Literal["float32", "bfloat16"] = "float32"
     """In which gradients travel between processes; added up in float32 either way."""
     shard_optimizer: bool = True
@@ -219,8 +219,9 @@ def check(config: Config, world_size: int) -> None:
     for name in ("beta1", "beta2"):
         if not 0.0 <= getattr(optimizer, name) < 1.0:
             problems.append(f"{name} is {getattr(optimizer, name)}, it must be in [0, 1)")
-    if not config.device.bucket_cap_mb > 0:
-        problems.append(f"bucket_cap_mb is {config.device.bucket_cap_mb}, it must be above 0")
+    bucket_cap_mb = config.device.bucket_cap_mb
+    if bucket_cap_mb is not None and not bucket_cap_mb > 0:
+        problems.append(f"bucket_cap_mb is {bucket_cap_mb}, it must be above 0")
     if config.device.param_dtype == "bfloat16" and not config.device.shard_optimizer:
         problems.append("param_dtype bfloat16 needs shard_optimizer true, which keeps float32 too")
     if run.overwrite and run.resume is not None:
