@@ -685,7 +685,7 @@ class Counting:
 
 
 def buffers_lent(wire_dtype, count):
-    dist.ddp.MOST_BYTES_UNDER_WAY = 3 * ONE_LAYER_MB * 2**20
+    dist.ddp.MOST_BYTES_UNDER_WAY = int(3 * ONE_LAYER_MB * 2**20)
     module = Branches(count)
     ddp = DDP(module, ONE_LAYER_MB, wire_dtype=wire_dtype)
     optimizer = ShardedOptimizer(module.parameters(), SGD, ddp=ddp, lr=0.1)
