@@ -2,7 +2,7 @@
 
 The small ones, which wait, are functions here. The large ones move buckets: they are started, go on
 beside the computation, and are waited for where the result is needed. How a bucket travels best
-differs so much between processes of one host, hosts and GPUs (measured: docs/distributed.md) that
+differs so much between processes of one host, hosts and GPUs (docs/distributed.md) that
 there are three ways, `BucketCollectives` each, and `open_collectives` chooses.
 """
 
@@ -130,7 +130,8 @@ def mean_into(targets: Sequence[Tensor], parts: Sequence[Tensor], count: int) ->
     if first.device.type == "cpu":
         length = min(length, CHUNK * torch.get_num_threads())
     # Adding up in the target itself saves a pass; not if that is a part that is yet to be added.
-    is_free = target.dtype == wide and all(target.data_ptr() != p.data_ptr() for p in parts[2:])
+    is_alike = (target.dtype, target.device) == (wide, first.device)
+    is_free = is_alike and all(target.data_ptr() != part.data_ptr() for part in parts[2:])
     scratch = None if is_free else torch.empty(length, dtype=wide, device=first.device)
     for start in range(0, first.numel(), max(length, 1)):
         chunk = slice(start, min(start + length, first.numel()))

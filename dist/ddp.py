@@ -38,9 +38,9 @@ from dist.same_model import check_same_model
 
 MB = 2**20
 
-# Of scattered buckets that travel at a time. Backward waits before it starts one more, and fills
-# the memory of those that have arrived: so full gradients never need a whole model's memory.
-MOST_BYTES_UNDER_WAY = 75 * MB
+# Bytes of scattered buckets that travel at a time. With more, backward waits for the oldest, and
+# its memory is filled next: so full gradients never need a whole model's memory.
+MOST_UNDER_WAY = 75 * MB
 
 
 class DDP(nn.Module):
@@ -91,7 +91,8 @@ class DDP(nn.Module):
         self._under_way: deque[Reducer] = deque()
         self._flags: Tensor | None = None
         self._flags_work: Work | None = None
-        check_same_model(module, f"buckets of {bucket_cap_mb} MB, {wire_dtype} on the wire")
+        sizes = f"buckets of {bucket_cap_mb} MB, the first of {first_bucket_mb} MB"
+        check_same_model(module, f"{sizes}, {wire_dtype} on the wire")
         broadcast_tensors([*module.parameters(), *module.buffers()])
         if world_size() == 1:
             return
@@ -284,11 +285,15 @@ class DDP(nn.Module):
                 self._has_gradient[first : first + len(has_gradient)] = has_gradient
                 if reducer.scatter:
                     self._under_way.append(reducer)
-                    while sum(r.bucket.nbytes for r in self._under_way) > MOST_BYTES_UNDER_WAY:
+                    # Not for the one that was sent just now, however large: it is to overlap.
+                    while len(self._under_way) > 1 and self._bytes_under_way() > MOST_UNDER_WAY:
                         self._under_way.popleft().wait()
             self._next_to_send += 1
             if self._next_to_send == len(self._reducers):
                 self._send_flags()
+
+    def _bytes_under_way(self) -> int:
+        return sum(reducer.bucket.nbytes for reducer in self._under_way)
 
     def _send_flags(self) -> None:
         assert self.collectives is not None

@@ -233,6 +233,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Returns:
             On rank 0: for each name with state, each entry, tensors in the weight's shape on the
             CPU; `master` is a 16-bit weight in float32. On other ranks: empty.
+
+        Raises:
+            ValueError: a parameter has no name; on every rank.
         """
         return gather_state(self._shards, self._local.state, dict(named_parameters))
 

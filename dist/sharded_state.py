@@ -57,6 +57,7 @@ def gather_state(
     Returns:
         See `ShardedOptimizer.gather_state`.
     """
+    names = _names(shards, named)
     described = [
         [_describe(shard, segment, state) for segment in shard.segments] for shard in shards
     ]
@@ -67,7 +68,6 @@ def gather_state(
                 for tensor in _tensors(shard, segment, state).values():
                     _send(tensor)
         return {}
-    names = {id(parameter): name for name, parameter in named.items()}
     gathered: NamedState = {}
     for place, shard in enumerate(shards):
         for owner, of_owner in enumerate(by_rank):
@@ -109,7 +109,7 @@ def load_state(
     Raises:
         ValueError: see `ShardedOptimizer.load_state`; nothing has been changed then.
     """
-    names = {id(parameter): name for name, parameter in named.items()}
+    names = _names(shards, named)
     _check_state(shards, names, state)
     loaded: dict[Tensor, State] = {}
     for shard, on_device in zip(shards, counts_on_device, strict=True):
@@ -142,6 +142,18 @@ def load_state(
             if entries:
                 loaded[segment.parameter] = entries
     return loaded
+
+
+def _names(shards: Sequence[Shard], named: Mapping[str, nn.Parameter]) -> dict[int, str]:
+    """Names by the parameters' identity; the same error on every rank where one is missing."""
+    names = {id(parameter): name for name, parameter in named.items()}
+    for parameter in (p for shard in shards for p in shard.bucket.parameters):
+        if id(parameter) not in names:
+            raise ValueError(
+                f"a parameter of shape {tuple(parameter.shape)} of this optimizer has no name "
+                "among those given"
+            )
+    return names
 
 
 def _tensors(shard: Shard, segment: Segment, state: Mapping[Tensor, State]) -> dict[str, Tensor]:

@@ -1,9 +1,8 @@
 """Clipping by the global norm of all gradients (Pascanu et al. 2013, arXiv:1211.5063).
 
 One bad batch can produce gradients a hundred times the usual; scaled down together to a bounded
-norm they keep their direction and do no harm. Measuring and scaling are two functions beside the
-one that does both, because ranks that hold pieces of the gradients must add up the squares of
-their norms between the two: a norm of one's own piece clips each rank differently.
+norm they keep their direction and do no harm. Gradients must be whole here: a norm of one's own
+piece would clip each rank differently (a sharded optimizer has a `clip_grad_norm` of its own).
 
 Nothing here waits for a GPU: the norm is a tensor, and "is it too large" is arithmetic on it.
 """

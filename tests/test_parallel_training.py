@@ -220,3 +220,17 @@ def test_weights_change_their_width_on_resume_without_losing_digits(tmp_path, da
     again = final(tmp_path / "again", 7)["optimizer"]
     for name, weight in wide["model"].items():
         assert torch.equal(again[name]["master"], weight)
+
+
+def test_the_validation_loss_is_the_mean_over_tokens_however_unequal_the_shares(tmp_path, data_dir):
+    # 17 windows divide by no number of ranks and no size of batch here.
+    options = {"iterations": 0, "val_windows": 17}
+    losses = [
+        curve(
+            train(ranks, data_dir, tmp_path / f"{ranks}_{rows}", batch_size=rows, **options),
+            "val_loss",
+        )
+        for ranks, rows in ((1, 17), (1, 3), (2, 8), (3, 6))
+    ]
+    for loss in losses[1:]:
+        assert loss == pytest.approx(losses[0], rel=1e-6)

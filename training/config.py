@@ -114,9 +114,9 @@ class DeviceConfig:
     timeout_seconds: float = 600.0
     """After which a collective gives up on a silent process."""
     bucket_cap_mb: float | None = None
-    """Megabytes of gradients that are sent together; null: 25, and 8 between hosts without GPUs."""
+    """Megabytes of gradients that are sent together; null: 25, and 8 over gloo."""
     gradient_dtype: Literal["float32", "bfloat16"] = "float32"
-    """In which gradients travel between processes; added up in float32 either way."""
+    """The widest in which gradients travel between processes; added up in float32 either way."""
     shard_optimizer: bool = True
     """Spread gradients and the optimizer's state over the processes, 1/world_size for each."""
     activation_checkpointing: bool = False

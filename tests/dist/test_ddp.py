@@ -240,7 +240,8 @@ def different_models(what):
         ("tied", "parameter 1.weight (2, 4) {}, rank 2 has parameter 1.bias (2,) {}"),
         (
             "cap",
-            "buckets of 25.0 MB, None on the wire, rank 2 has buckets of 1.0 MB, None on the wire",
+            "buckets of 25.0 MB, the first of 1.0 MB, None on the wire, "
+            "rank 2 has buckets of 1.0 MB, the first of 1.0 MB, None on the wire",
         ),
     ],
 )
@@ -428,3 +429,25 @@ def clear_gradients(how):
 )
 def test_gradients_may_be_cleared_in_any_way_between_steps(how):
     assert same_on_all_ranks(run_distributed(clear_gradients, 2, how))
+
+
+def sizes_sent(first_bucket_mb):
+    module = Branches(count=6)
+    ddp = DDP(module, EVERYTHING_MB, first_bucket_mb)
+    collectives: Any = ddp.collectives
+    sent = []
+    send = collectives.all_reduce_mean
+
+    def record_and_send(buffer):
+        sent.append(buffer.numel())
+        return send(buffer)
+
+    with mock.patch.object(collectives, "all_reduce_mean", record_and_send):
+        ddp(torch.ones(2, 5), range(6)).sum().backward()
+        ddp.finish_gradient_sync()
+    return sent
+
+
+def test_the_first_bucket_is_small_so_that_traffic_starts_early():
+    assert run_distributed(sizes_sent, 2, 1.0) == [[6 * 30]] * 2
+    assert run_distributed(sizes_sent, 2, ONE_LAYER_MB) == [[30, 5 * 30]] * 2

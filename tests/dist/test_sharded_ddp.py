@@ -6,6 +6,7 @@ batch is equal up to rounding.
 """
 
 import contextlib
+from unittest import mock
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from dist.collectives import all_reduce_sum, broadcast_object, rank, world_size
 import dist.ddp
 from dist.ddp import DDP
 from dist.gloo_collectives import GlooCollectives
+from dist.reducer import Reducer
 from dist.sharded_optimizer import ShardedOptimizer
 from tests.dist import test_ddp_recovery as recovery
 from tests.dist.helpers import (
@@ -685,7 +687,7 @@ class Counting:
 
 
 def buffers_lent(wire_dtype, count):
-    dist.ddp.MOST_BYTES_UNDER_WAY = int(3 * ONE_LAYER_MB * 2**20)
+    dist.ddp.MOST_UNDER_WAY = int(3 * ONE_LAYER_MB * 2**20)
     module = Branches(count)
     ddp = DDP(module, ONE_LAYER_MB, wire_dtype=wire_dtype)
     optimizer = ShardedOptimizer(module.parameters(), SGD, ddp=ddp, lr=0.1)
@@ -740,3 +742,38 @@ def buffers_after_changes():
 
 def test_buffers_go_back_when_gradients_are_shared_out_anew():
     run_distributed(buffers_after_changes, 2)
+
+
+def waits_of_large_buckets():
+    """Buckets that are each larger than all that may travel at a time."""
+    dist.ddp.MOST_UNDER_WAY = 1
+    module = Branches(3)
+    ddp = DDP(module, ONE_LAYER_MB)
+    ShardedOptimizer(module.parameters(), SGD, ddp=ddp, lr=0.1)
+    events: list[tuple[str, int]] = []
+
+    def recorded(name):
+        method = getattr(Reducer, name)
+
+        def record(reducer):
+            events.append((name, id(reducer)))
+            return method(reducer)
+
+        return record
+
+    with mock.patch.multiple(Reducer, send=recorded("send"), wait=recorded("wait")):
+        ddp(batch_of(0, rank()), range(3)).square().mean().backward()
+    order = [key for what, key in events if what == "send"]
+    # Each is waited for when the next has been sent, the last not yet.
+    assert events == [
+        ("send", order[0]),
+        ("send", order[1]),
+        ("wait", order[0]),
+        ("send", order[2]),
+        ("wait", order[1]),
+    ]
+    ddp.finish_gradient_sync()
+
+
+def test_a_bucket_that_was_just_sent_is_never_waited_for():
+    run_distributed(waits_of_large_buckets, 2)

@@ -4,6 +4,7 @@ All gradients here are small whole numbers and the same on every rank, so that t
 exact: whoever goes on from a saved state must reach the very bits of a run that never stopped.
 """
 
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -224,3 +225,52 @@ def test_no_message_of_a_state_is_larger_than_one_shard_of_a_bucket():
     assert max(received) <= max(shards) < total // 3
     assert sum(received) == 2 * (total - own)
     assert [messages for messages, *_ in others] == [[], []]
+
+
+def peak_memory_of_gathering():
+    """Bytes that this process grew by, at most, while the state was gathered; state's bytes."""
+    module = nn.Sequential(*(nn.Linear(1000, 1000, bias=False) for _ in range(8)))
+    ddp = DDP(module, 5.0)
+    optimizer = ShardedOptimizer(module.parameters(), torch.optim.AdamW, ddp=ddp)
+    module(torch.ones(1, 1000)).sum().backward()
+    ddp.finish_gradient_sync()
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.finish_gather()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew here
+    before = memory_of_this_process("VmRSS")
+    state = optimizer.gather_state(module.named_parameters())
+    return memory_of_this_process("VmHWM") - before, sum(
+        value.nbytes
+        for entries in state.values()
+        for value in entries.values()
+        if isinstance(value, Tensor)
+    )
+
+
+def memory_of_this_process(line):
+    status = Path("/proc/self/status").read_text()
+    return int(status.split(f"{line}:")[1].split()[0]) * 1024
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux tells peak memory")
+def test_gathering_takes_the_memory_of_the_state_on_rank_zero_and_none_on_the_others():
+    (grown, state), *others = run_distributed(peak_memory_of_gathering, 4)
+    bucket = 5 * 2**20
+    assert state >= 64_000_000
+    assert grown <= state + 2 * bucket
+    for grown, state in others:
+        assert state == 0
+        assert grown <= bucket
+
+
+def gather_without_a_name():
+    module = nn.Linear(3, 2)
+    optimizer = ShardedOptimizer(module.parameters(), torch.optim.AdamW)
+    for call in (optimizer.gather_state, lambda named: optimizer.load_state(named, {})):
+        with pytest.raises(ValueError, match=r"shape \(2,\) of this optimizer has no name"):
+            call(list(module.named_parameters())[:1])
+
+
+def test_a_parameter_without_a_name_is_an_error_on_every_rank():
+    run_distributed(gather_without_a_name, 3)
