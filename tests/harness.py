@@ -332,6 +332,15 @@ def start_command(
             job.kill()
 
 
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; one that has ended and is not yet waited for does not."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except OSError:
+        return False
+    return state not in ("Z", "X")
+
+
 class Job:
     """A running command.
 
@@ -412,12 +421,17 @@ class Job:
 
     def kill(self) -> None:
         """Kill all its processes, those too that are started meanwhile."""
+        killed: set[int] = set()
         while left := self.processes():
             for pid in left:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
+            killed.update(left)
             if self.pid in left:
                 self._process.wait()
+            time.sleep(0.01)
+        # A process that is giving back its memory has no environment any more, but is still there.
+        while any(is_alive(pid) for pid in killed):
             time.sleep(0.01)
 
     def _environments(self) -> Iterator[tuple[int, dict[str, str]]]:

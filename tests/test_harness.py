@@ -15,20 +15,13 @@ from dist.collectives import all_reduce_sum, rank, world_size
 from tests.harness import (
     DistributedError,
     current_world,
+    is_alive,
     run_distributed,
     run_python,
     run_torchrun,
     start_command,
     start_torchrun,
 )
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except OSError:
-        return False
-    return state != "Z"
 
 
 def rank_and_sum(number):
