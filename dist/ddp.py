@@ -50,7 +50,7 @@ class DDP(nn.Module):
         ddp.finish_gradient_sync()
         optimizer.step()
 
-    The module's parameters and buffers become rank 0's. `state_dict` is the module's own, without
+    The module's parameters and buffers become rank 0's; buffers are each rank's own afterwards. `state_dict` is the module's own, without
     a prefix. Without a process group it is the module and nothing else.
 
     Args:
@@ -192,6 +192,10 @@ class DDP(nn.Module):
             self.first_bucket_mb * MB,
             whole_matrices,
         )
+
+    def place_of(self, parameter: nn.Parameter) -> int | None:
+        """Its place among the module's parameters; None: it is none of them."""
+        return self._order.get(id(parameter))
 
     def scatter_gradients(self, buckets: Sequence[Bucket]) -> list[Reducer]:
         """From now on give each rank only its shard of these parameters' gradients.

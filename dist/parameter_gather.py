@@ -12,7 +12,8 @@ call, since it may read them itself. Blocks that `torch.compile` has compiled on
 the hook is left out of their graphs. Reading a state dict awaits everything, and so does loading.
 """
 
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -40,12 +41,17 @@ class ParameterGather:
         self._module = module
         if module is not None:
             self._units = list(_units(module))
-            module.register_forward_pre_hook(_left_out_of_graphs(self._before_module))
-            for unit in self._units:
-                unit.register_forward_pre_hook(_left_out_of_graphs(self._before_unit))
+            # The module outlives the optimizer, and must not keep it alive.
+            before_module = torch.compiler.disable(_weakly(self._before_module))
+            before_unit = torch.compiler.disable(_weakly(self._before_unit))
+            before_state = _weakly(self._before_state)
+            hooks = [module.register_forward_pre_hook(before_module)]
+            hooks += [unit.register_forward_pre_hook(before_unit) for unit in self._units]
             for part in module.modules():
-                part.register_state_dict_pre_hook(lambda *_: self.wait())
-                part.register_load_state_dict_pre_hook(lambda *_: self.wait())
+                hooks.append(part.register_state_dict_pre_hook(before_state))
+                hooks.append(part.register_load_state_dict_pre_hook(before_state))
+            for hook in hooks:
+                weakref.finalize(self, hook.remove)
 
     def add(self, bucket: Bucket) -> Tensor:
         """Take on a bucket of weights; returns the buffer (padded_numel,) that will hold them."""
@@ -81,6 +87,9 @@ class ParameterGather:
         if self._works:
             self._wait_for(self._places(unit.parameters()))
 
+    def _before_state(self, *_: Any) -> None:
+        self.wait()
+
     def _parameters_outside(self, units: Sequence[nn.Module]) -> Iterator[nn.Parameter]:
         assert self._module is not None
         inside = {id(parameter) for unit in units for parameter in unit.parameters()}
@@ -95,8 +104,16 @@ class ParameterGather:
             self._works.pop(place).wait()
 
 
-def _left_out_of_graphs(hook: Any) -> Any:
-    return torch.compiler.disable(hook)
+def _weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """A method that does not keep its object alive, and does nothing without it."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*arguments: Any) -> None:
+        living = reference()
+        if living is not None:
+            living(*arguments)
+
+    return call
 
 
 def _units(module: nn.Module) -> Iterator[nn.Module]:

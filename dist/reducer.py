@@ -91,7 +91,7 @@ class Reducer:
         parameter, view = self.bucket.parameters[index], self._views[index]
         gradient = parameter.grad
         if gradient is not None and gradient is not view:
-            view.copy_(gradient)
+            view.copy_(gradient.detach() if gradient.requires_grad else gradient)
             parameter.grad = view
 
     def mark_ready(self, index: int) -> bool:

@@ -8,7 +8,7 @@ one at first, more from the moment on when some weights have a gradient and othe
 """
 
 import copy
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,6 +81,7 @@ class Shard:
             for weight, view in zip(bucket.parameters, bucket.views(buffer), strict=True):
                 view.copy_(weight)
                 weight.data = view
+        self._addresses = [weight.data_ptr() for weight in bucket.parameters]
         start, end = bucket.shard(rank(), world_size())
         self._weights = buffer[start:end]
         self.is_half = bucket.dtype in HALF_PRECISION
@@ -137,16 +138,26 @@ class Shard:
         if self.is_half:
             self._weights.copy_(self.values)
 
-    def read_back(self, weights: Container[int]) -> None:
-        """Take weights for what the optimizer updates: they were set from outside.
+    def take_over_changes(self) -> None:
+        """Let masters follow 16-bit weights that were set from outside: loaded, say, or clamped."""
+        if self.is_half:
+            rounded = self.values.to(self.bucket.dtype)
+            is_changed = (rounded != self._weights) & ~(rounded.isnan() & self._weights.isnan())
+            torch.where(is_changed, self._weights.float(), self.values, out=self.values)
 
-        Args:
-            weights: their identities.
+    def check_that_weights_are_here(self) -> None:
+        """What is updated is the buffer; a weight that lies elsewhere would never change again.
+
+        Raises:
+            RuntimeError: a weight has been given other memory.
         """
-        for piece in self.pieces if self.is_half else []:
-            if id(self.bucket.parameters[piece.index]) in weights:
-                part = slice(piece.start, piece.end)
-                self.values[part].copy_(self._weights[part])
+        for weight, address in zip(self.bucket.parameters, self._addresses, strict=True):
+            if weight.data_ptr() != address:
+                raise RuntimeError(
+                    f"a parameter of shape {tuple(weight.shape)} has other memory than the "
+                    "ShardedOptimizer gave it (by .data =, .to() or load_state_dict(assign=True)): "
+                    "do that before building the optimizer, or change values in place"
+                )
 
     def is_elementwise(self, value: Any, segment: Segment) -> bool:
         """Whether an entry of a segment's state has a part for each of its pieces."""

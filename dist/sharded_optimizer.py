@@ -21,20 +21,28 @@ that needs whole matrices says so by a class attribute `whole_matrices = True`, 
 them, (count, rows, columns), every rank as many.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dist.bucket import make_buckets
-from dist.collectives import all_reduce_sum, open_collectives, world_size
+from dist.collectives import all_gather_objects, all_reduce_sum, open_collectives, world_size
 from dist.ddp import DDP
 from dist.parameter_gather import ParameterGather
 from dist.shard import Shard
 from dist.sharded_state import NamedState, gather_state, load_state
 
 BUCKET_BYTES = 25 * 2**20
+
+# Of torch's; on pieces they would compute something else, without a word.
+NOT_ELEMENTWISE = tuple(
+    getattr(torch.optim, name)
+    for name in ("Adafactor", "LBFGS", "Muon", "SparseAdam")
+    if hasattr(torch.optim, name)
+)
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -67,7 +75,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     the DDP, loading a state dict into the module sets them too.
 
     Raises:
-        ValueError: whole matrices are needed, and a parameter is none.
+        ValueError: whole matrices are needed, and a parameter is none; ranks list parameters in
+            different orders; optimizer_cls is one of torch's that need whole weights.
     """
 
     def __init__(
@@ -78,6 +87,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         ddp: DDP | None = None,
         **kwargs: Any,
     ) -> None:
+        if optimizer_cls in NOT_ELEMENTWISE:
+            raise ValueError(
+                f"{getattr(optimizer_cls, '__name__', optimizer_cls)} needs whole weights, "
+                "and a rank has pieces: use an elementwise optimizer, such as AdamW"
+            )
         self._whole_matrices = bool(getattr(optimizer_cls, "whole_matrices", False))
         self._ddp = ddp if world_size() > 1 else None
         self._shards: list[Shard] = []
@@ -93,9 +107,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         )
         for group, local in zip(self.param_groups, self._local.param_groups, strict=True):
             _add_missing(group, local)
-        if ddp is not None:
-            for part in ddp.module.modules():  # each may be loaded alone
-                part.register_load_state_dict_post_hook(lambda part, _: self._read_back(part))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -112,11 +123,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
             local.update({key: value for key, value in group.items() if key != "params"})
         if self._gather is not None:
             self._gather.wait_until_writable()
+        for shard in self._shards:
+            shard.check_that_weights_are_here()
+            shard.take_over_changes()
         self._take_gradients()
         self._local.step()
         for shard in self._shards:
             shard.drop_gradients()
             shard.write_back()
+            for weight in shard.bucket.parameters:
+                # Written through the buffer: let a backward that saved the old values notice.
+                torch.autograd.graph.increment_version(weight)
         if self._gather is not None:
             self._gather.start()
             if self._ddp is None:
@@ -237,6 +254,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: a parameter has no name; on every rank.
         """
+        for shard in self._shards:
+            shard.take_over_changes()
         return gather_state(self._shards, self._local.state, dict(named_parameters))
 
     def load_state(
@@ -280,6 +299,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         if self._whole_matrices and any(weight.dim() != 2 for weight in weights):
             raise ValueError("whole matrices are shared out here, and a parameter is none")
+        _check_same_order(weights, self._ddp)
         buckets = []
         for frozen in (False, True):
             some = [
@@ -315,11 +335,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         assert self._ddp.collectives is not None
         return ParameterGather(self._ddp.module, self._ddp.collectives)
 
-    def _read_back(self, part: nn.Module) -> None:
-        weights = {id(weight) for weight in part.parameters(recurse=False)}
-        for shard in self._shards:
-            shard.read_back(weights)
-
     def _take_gradients(self) -> None:
         was_split = [shard.split(self._local.state) for shard in self._shards]
         if any(was_split):
@@ -334,6 +349,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _own_gradients(self) -> list[Tensor]:
         return [p.grad for g in self.param_groups for p in g["params"] if p.grad is not None]
+
+
+def _check_same_order(weights: Sequence[nn.Parameter], ddp: DDP | None) -> None:
+    """Weights that ranks list in another order would be exchanged for each other."""
+    listed = [
+        (tuple(weight.shape), str(weight.dtype), weight.requires_grad, ddp and ddp.place_of(weight))
+        for weight in weights
+    ]
+    by_rank = all_gather_objects(hashlib.sha256(repr(listed).encode()).hexdigest())
+    if len(set(by_rank)) > 1:
+        raise ValueError(
+            "ranks give ShardedOptimizer different parameters, or the same in another order: "
+            "list them alike, as model.parameters() does (a set has no order)"
+        )
 
 
 def _parameters(shards: Iterable[Shard]) -> list[nn.Parameter]:

@@ -113,7 +113,7 @@ def load_state(
     _check_state(shards, names, state)
     loaded: dict[Tensor, State] = {}
     for shard, on_device in zip(shards, counts_on_device, strict=True):
-        shard.read_back(names)
+        shard.take_over_changes()
 
         def entries_of(piece: Piece, shard: Shard = shard) -> Mapping[str, Any]:
             return state.get(names[id(shard.bucket.parameters[piece.index])], {})

@@ -6,6 +6,7 @@ batch is equal up to rounding.
 """
 
 import contextlib
+import gc
 from unittest import mock
 from typing import Any
 
@@ -777,3 +778,103 @@ def waits_of_large_buckets():
 
 def test_a_bucket_that_was_just_sent_is_never_waited_for():
     run_distributed(waits_of_large_buckets, 2)
+
+
+def give_other_memory():
+    module = Branches(3)
+    ddp = DDP(module)
+    optimizer = ShardedOptimizer(module.parameters(), SGD, ddp=ddp, lr=1.0)
+    module.layers[1].weight.data = module.layers[1].weight.data.clone()
+    ddp(batch_of(0, rank()), range(3)).square().mean().backward()
+    ddp.finish_gradient_sync()
+    with pytest.raises(RuntimeError, match=r"shape \(5, 5\) has other memory than"):
+        optimizer.step()
+
+
+def list_in_another_order():
+    module = Branches(3)
+    parameters = list(module.parameters())
+    ddp = DDP(module)
+    for wrapper in (None, ddp):
+        with pytest.raises(ValueError, match="different parameters, or the same in another order"):
+            ShardedOptimizer(parameters[:: 1 if rank() else -1], SGD, ddp=wrapper, lr=0.0)
+
+
+def train_stage_after_stage():
+    """What an optimizer that is given up has hooked into the module does nothing any more."""
+    module, alone = Branches(3), Branches(3)
+    for stage in range(3):
+        ddp = DDP(module)
+        optimizer = ShardedOptimizer(module.parameters(), SGD, ddp=ddp, lr=0.1)
+        for step in (2 * stage, 2 * stage + 1):
+            ddp(batch_of(step, 0), range(3)).square().mean().backward()
+            ddp.finish_gradient_sync()
+            step_and_clear(optimizer)
+            alone(batch_of(step, 0), range(3)).square().mean().backward()
+            step_and_clear(SGD(alone.parameters(), lr=0.1))
+        optimizer.finish_gather()
+        assert_close(module.parameters(), alone.parameters(), 1e-6)
+        del ddp, optimizer
+        gc.collect()
+        assert not any(part._forward_pre_hooks for part in module.modules())
+    module(batch_of(0, 0), range(3)).square().mean().backward()
+    assert all(p.grad is not None for p in module.parameters())
+
+
+def backward_again_after_the_step():
+    module = Branches(2)
+    ddp = DDP(module)
+    optimizer = ShardedOptimizer(module.parameters(), SGD, ddp=ddp, lr=0.1)
+    loss = ddp(batch_of(0, rank()), range(2)).square().mean()
+    loss.backward(retain_graph=True)
+    ddp.finish_gradient_sync()
+    optimizer.step()
+    optimizer.finish_gather()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def set_16_bit_weights_by_hand(paired):
+    module = Branches(2).bfloat16()
+    ddp = DDP(module)
+    settings: dict[str, Any] = {"ddp": ddp} if paired else {}
+    optimizer = ShardedOptimizer(module.parameters(), SGD, lr=0.0, **settings)
+    module.load_state_dict({k: torch.zeros_like(v) for k, v in module.state_dict().items()})
+    ddp(batch_of(0, 0).bfloat16(), range(2)).square().mean().backward()
+    ddp.finish_gradient_sync()
+    optimizer.step()
+    optimizer.finish_gather()
+    assert not any(p.any() for p in module.parameters())
+
+
+def whole_weights_are_needed():
+    for cls in (torch.optim.LBFGS, torch.optim.Adafactor):
+        with pytest.raises(ValueError, match="needs whole weights"):
+            ShardedOptimizer(Branches(1).parameters(), cls)
+
+
+def twice_differentiable():
+    module = Branches(2)
+    ddp = DDP(module)
+    ddp(batch_of(0, rank()), range(2)).square().mean().backward(create_graph=True)
+    ddp.finish_gradient_sync()
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        give_other_memory,
+        list_in_another_order,
+        train_stage_after_stage,
+        backward_again_after_the_step,
+        whole_weights_are_needed,
+        twice_differentiable,
+    ],
+)
+def test_unusual_uses_are_right_or_refused(use):
+    run_distributed(use, 2)
+
+
+@pytest.mark.parametrize("paired", [True, False])
+def test_16_bit_weights_that_were_set_by_hand_stay_so(paired):
+    run_distributed(set_16_bit_weights_by_hand, 2, paired)
