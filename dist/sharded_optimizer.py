@@ -173,13 +173,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise RuntimeError(
                 "clip_grad_norm() before finish_gradient_sync(): the gradients are not averaged yet"
             )
-        self._take_gradients()
-        shards = [
-            segment.parameter.grad
-            for shard in self._shards
-            for segment in shard.segments
-            if segment.parameter.grad is not None
-        ]
+        shards = self.gradient_shards()
         device = self._shards[0].buffer.device if self._shards else torch.device("cpu")
         total = torch.zeros((), dtype=torch.float32, device=device)
         if shards:
@@ -189,10 +183,25 @@ class ShardedOptimizer(torch.optim.Optimizer):
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0) / grad_scale
         factor = torch.where(torch.isfinite(norm), factor, 1.0)
         # Without our DDP it is the weights' own gradients that `step` will read.
-        gradients = shards if self._ddp is not None else self._own_gradients()
+        gradients = shards if self.has_shards else self._own_gradients()
         if gradients and (device.type != "cpu" or factor != 1.0):  # to ask a GPU is to wait for it
             torch._foreach_mul_(gradients, factor)
         return norm
+
+    @property
+    def has_shards(self) -> bool:
+        """Whether gradients are here as shards, and not in the weights' `grad`."""
+        return self._ddp is not None
+
+    def gradient_shards(self) -> list[Tensor]:
+        """This rank's shards of all gradients that there are; to be changed in place."""
+        self._take_gradients()
+        return [
+            segment.parameter.grad
+            for shard in self._shards
+            for segment in shard.segments
+            if segment.parameter.grad is not None
+        ]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, the shards included."""

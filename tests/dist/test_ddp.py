@@ -77,7 +77,7 @@ module_plans = st.fixed_dictionaries(
         "tied": st.booleans(),
         "frozen": st.sets(st.integers(0, 4), max_size=2),
         "bucket_cap_mb": st.sampled_from([1e-6, 60 / 2**20, EVERYTHING_MB]),
-        "accumulation_steps": st.integers(1, 3),
+        "accumulation_steps": st.integers(1, 4),
     }
 )
 
@@ -122,8 +122,9 @@ def compare_drawn_modules(plans):
     return tuple(digests)
 
 
-def test_modules_of_any_shape_train_as_with_torch_ddp():
-    assert same_on_all_ranks(run_distributed(compare_drawn_modules, 3, draw(module_plans, 25)))
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_modules_of_any_shape_train_as_with_torch_ddp(size):
+    assert same_on_all_ranks(run_distributed(compare_drawn_modules, size, draw(module_plans, 25)))
 
 
 def train_tied():

@@ -277,7 +277,7 @@ plans = st.fixed_dictionaries(
         # Of each step: micro-batches, layers that are passed by, whether it is skipped.
         "steps": st.lists(
             st.tuples(
-                st.integers(1, 3),
+                st.integers(1, 4),
                 st.sets(st.integers(0, 4), max_size=2),
                 st.sampled_from([False, False, False, True]),
             ),
@@ -351,7 +351,7 @@ def compare_drawn_plans(drawn):
     return tuple(digests)
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", WORLD_SIZES)
 def test_models_and_schedules_of_any_kind_train_as_unsharded_ones(size):
     assert same_on_all_ranks(run_distributed(compare_drawn_plans, size, draw(plans, 20)))
 

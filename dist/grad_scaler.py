@@ -1,0 +1,57 @@
+"""Loss scaling for float16 where each rank has only a shard of the gradients.
+
+torch's GradScaler looks for infinities in `grad` of an optimizer's parameters, and every rank
+decides for itself whether to skip the step. With shards there is no such `grad`, and one rank alone
+may have the infinity: this one looks at the shards, and all ranks decide alike.
+"""
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import OptState
+
+from dist.collectives import all_reduce_sum
+from dist.sharded_optimizer import ShardedOptimizer
+
+
+class GradScaler(torch.amp.GradScaler):
+    """torch.amp.GradScaler, for any optimizer and for ShardedOptimizer.
+
+        scaler.scale(loss).backward()
+        ddp.finish_gradient_sync()
+        scaler.unscale_and_clip_(optimizer, 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+
+    `unscale_` alone, and `step` without either, work as in torch.
+    """
+
+    def unscale_and_clip_(self, optimizer: ShardedOptimizer, max_norm: float) -> Tensor:
+        """Unscale, clip, and find out whether the step is to be skipped, in one reduction.
+
+        Args:
+            optimizer: whose gradients are complete.
+            max_norm: above 0; infinity: no clipping.
+
+        Returns:
+            The norm of the unscaled gradients before clipping, 0-d; not finite if any is not.
+        """
+        norm = optimizer.clip_grad_norm(max_norm, self.get_scale())
+        state = self._per_optimizer_states[id(optimizer)]
+        state["found_inf_per_device"] = {norm.device: (~torch.isfinite(norm)).float()}
+        state["stage"] = OptState.UNSCALED
+        return norm
+
+    def _unscale_grads_(
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: Tensor,
+        found_inf: Tensor,
+        allow_fp16: bool,
+    ) -> dict[torch.device, Tensor]:
+        if not isinstance(optimizer, ShardedOptimizer) or not optimizer.has_shards:
+            return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        shards = optimizer.gradient_shards()
+        if shards:
+            torch._amp_foreach_non_finite_check_and_unscale_(shards, found_inf, inv_scale)
+        all_reduce_sum(found_inf).clamp_(max=1.0)
+        return {found_inf.device: found_inf}
