@@ -22,6 +22,7 @@ from optim.adamw import AdamW
 
 LEARNING_RATE = 1e-4
 NO_COMMUNICATION = "no communication"
+OURS = "our DDP + ShardedOptimizer"
 
 # What torch's documentation recommends, and what was seen to be faster in one place or another.
 # The model's buffers are tables that never change: torch need not broadcast them.
@@ -134,7 +135,7 @@ def our_sharded(
     ddp = DDP(model, options.bucket_cap_mb)
     optimizer = ShardedOptimizer(model.parameters(), AdamW, ddp=ddp, lr=LEARNING_RATE)
     step = make_step(ddp, optimizer, options, world, ddp.finish_gradient_sync)
-    return {"our DDP + ShardedOptimizer": step}, ddp, optimizer
+    return {OURS: step}, ddp, optimizer
 
 
 def torch_adamw(model: nn.Module) -> torch.optim.Optimizer:

@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a scri
 
 from benchmarks.data_parallel import (
     NO_COMMUNICATION,
+    OURS,
     our_ddp,
     our_sharded,
     parser,
@@ -34,7 +35,6 @@ from benchmarks.side_by_side import (
 )
 from dist.process_group import init_process_group, shut_down
 
-OURS = "our DDP + ShardedOptimizer"
 PORT = 29500
 
 

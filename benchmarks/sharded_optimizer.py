@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a scri
 from benchmarks.data_parallel import (
     LEARNING_RATE,
     NO_COMMUNICATION,
+    OURS,
     TORCH_DDP_SETTINGS,
     Step,
     make_model,
@@ -47,7 +48,6 @@ from dist.process_group import World, init_process_group, shut_down
 from optim.adamw import AdamW
 
 STATE_RANKS = (2, 3, 4)
-OURS = "our DDP + ShardedOptimizer"
 # As many as there are buckets of 25 MB.
 NUM_FLAT_TENSORS, NUM_ELEMENTS = 5, 30_000_000
 

@@ -108,10 +108,9 @@ class DDP(nn.Module):
         self.bucket_cap_mb = bucket_cap_mb or self.collectives.bucket_cap_mb
         self.first_bucket_mb = min(first_bucket_mb, self.bucket_cap_mb)
         # Frozen parameters lie apart: while they stay frozen, nothing is sent for them.
-        for frozen in (False, True):
-            self._add_reducers(
-                self.make_buckets([p for p in parameters if p.requires_grad != frozen])
-            )
+        trained = [p for p in parameters if p.requires_grad]
+        frozen = [p for p in parameters if not p.requires_grad]
+        self._add_reducers([*self.make_buckets(trained), *self.make_buckets(frozen)])
         for parameter in parameters:
             self._hook(parameter)
         self._forbid_steps_during_a_sync()

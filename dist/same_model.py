@@ -1,6 +1,7 @@
 """Ranks that hold different models average gradients of different things: refuse that at once."""
 
 import hashlib
+from collections.abc import Sequence
 from itertools import zip_longest
 
 from torch import nn
@@ -28,6 +29,28 @@ def check_same_model(module: nn.Module, options: str) -> None:
     digest = hashlib.sha256("\n".join(held).encode()).hexdigest()
     if len(set(all_gather_objects(digest))) > 1:
         raise ValueError(broadcast_object(_first_difference(gather_objects(held) or [])))
+
+
+def check_same_order(weights: Sequence[nn.Parameter], places: Sequence[int | None]) -> None:
+    """Weights that ranks list in different orders would be exchanged for each other.
+
+    Args:
+        weights: as this rank lists them.
+        places: of each in its module, where that is known.
+
+    Raises:
+        ValueError: on every rank, if the lists differ; equal shapes are told apart by places alone.
+    """
+    listed = [
+        (tuple(weight.shape), str(weight.dtype), weight.requires_grad, place)
+        for weight, place in zip(weights, places, strict=True)
+    ]
+    digest = hashlib.sha256(repr(listed).encode()).hexdigest()
+    if len(set(all_gather_objects(digest))) > 1:
+        raise ValueError(
+            "ranks give ShardedOptimizer different parameters, or the same in another order: "
+            "list them alike, as model.parameters() does (a set has no order)"
+        )
 
 
 def _first_difference(held_by_rank: list[list[str]]) -> str:

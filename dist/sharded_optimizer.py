@@ -21,7 +21,6 @@ that needs whole matrices says so by a class attribute `whole_matrices = True`, 
 them, (count, rows, columns), every rank as many.
 """
 
-import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -29,9 +28,10 @@ import torch
 from torch import Tensor, nn
 
 from dist.bucket import make_buckets
-from dist.collectives import all_gather_objects, all_reduce_sum, open_collectives, world_size
+from dist.collectives import all_reduce_sum, open_collectives, world_size
 from dist.ddp import DDP
 from dist.parameter_gather import ParameterGather
+from dist.same_model import check_same_order
 from dist.shard import Shard
 from dist.sharded_state import NamedState, gather_state, load_state
 
@@ -308,7 +308,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         if self._whole_matrices and any(weight.dim() != 2 for weight in weights):
             raise ValueError("whole matrices are shared out here, and a parameter is none")
-        _check_same_order(weights, self._ddp)
+        places = [self._ddp.place_of(w) if self._ddp is not None else None for w in weights]
+        check_same_order(weights, places)
         buckets = []
         for frozen in (False, True):
             some = [
@@ -358,20 +359,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _own_gradients(self) -> list[Tensor]:
         return [p.grad for g in self.param_groups for p in g["params"] if p.grad is not None]
-
-
-def _check_same_order(weights: Sequence[nn.Parameter], ddp: DDP | None) -> None:
-    """Weights that ranks list in another order would be exchanged for each other."""
-    listed = [
-        (tuple(weight.shape), str(weight.dtype), weight.requires_grad, ddp and ddp.place_of(weight))
-        for weight in weights
-    ]
-    by_rank = all_gather_objects(hashlib.sha256(repr(listed).encode()).hexdigest())
-    if len(set(by_rank)) > 1:
-        raise ValueError(
-            "ranks give ShardedOptimizer different parameters, or the same in another order: "
-            "list them alike, as model.parameters() does (a set has no order)"
-        )
 
 
 def _parameters(shards: Iterable[Shard]) -> list[nn.Parameter]:
