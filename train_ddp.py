@@ -14,6 +14,7 @@ import math
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -171,10 +172,8 @@ def micro_batch(job: Job, micro_step: int) -> tuple[Tensor, Tensor]:
     """
     size = job.config.micro_batch_size(job.world.world_size)
     first = (micro_step * job.world.world_size + job.world.rank) * size
-    rows = job.windows.batch(
-        job.iteration - 1, job.config.data.batch_size, slice(first, first + size)
-    )
-    tokens = torch.from_numpy(rows).to(job.world.device)
+    samples = (job.iteration - 1) * job.config.data.batch_size + first + np.arange(size)
+    tokens = torch.from_numpy(job.windows.rows(samples)).to(job.world.device)
     return tokens[:, :-1], tokens[:, 1:]
 
 

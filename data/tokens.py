@@ -6,8 +6,9 @@ memory; the pages that stay mapped are the kernel's to take back.
 
 A window is `context + 1` tokens: the input, and the same shifted by one as target. Windows may
 run across the border of two documents, where an end-of-text token stands, and attention sees
-across it; they never run across two files. Which windows make up global batch i depends on
-(seed, i) alone, so each rank reads just its own rows, at any world size, after any interruption.
+across it; they never run across two files. Training windows are numbered: sample n of a run is a
+pure function of (seed, n). So one count of samples is all the position in the data that there is;
+each rank reads just its own, at any world size and batch size, after any interruption.
 """
 
 from collections.abc import Sequence
@@ -26,9 +27,6 @@ from data.tokenizer import fingerprint
 TOKENS_CHECKED_IN_FULL = 50_000_000
 TOKENS_IN_BLOCK = 1 << 20
 BLOCKS_CHECKED = 48
-
-Rows = slice | np.ndarray
-ALL_ROWS = slice(None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,9 +131,15 @@ class RandomWindows:
         self._num_starts = _require_window(split, self._length, stride=1)
         self._key = random_bits(seed % 2**64, 0)
 
-    def batch(self, step: int, batch_size: int, rows: Rows = ALL_ROWS) -> np.ndarray:
-        """Read these rows of the global batch of `step`: int64 (rows, context + 1)."""
-        samples = step * batch_size + np.arange(batch_size)[rows]
+    def rows(self, samples: np.ndarray) -> np.ndarray:
+        """Read the windows of these samples, counted from 0 over the whole run.
+
+        Args:
+            samples: non-negative integers, as many as windows are wanted.
+
+        Returns:
+            int64 (samples, context + 1).
+        """
         numbers = random_below(self._num_starts, self._key, samples)
         starts = self._split.window_starts(numbers, self._length, stride=1)
         return self._split.windows(starts, self._length)
@@ -153,9 +157,15 @@ class EpochWindows:
         self._key = random_bits(seed % 2**64, 1)
         self.num_windows = _require_window(split, context + 1, stride=context)
 
-    def batch(self, step: int, batch_size: int, rows: Rows = ALL_ROWS) -> np.ndarray:
-        """Read these rows of the global batch of `step`: int64 (rows, context + 1)."""
-        samples = step * batch_size + np.arange(batch_size)[rows]
+    def rows(self, samples: np.ndarray) -> np.ndarray:
+        """Read the windows of these samples, counted from 0 over the whole run.
+
+        Args:
+            samples: non-negative integers, as many as windows are wanted.
+
+        Returns:
+            int64 (samples, context + 1).
+        """
         epochs, positions = np.divmod(samples, self.num_windows)
         numbers = shuffled(positions, self.num_windows, random_bits(self._key, epochs))
         starts = self._split.window_starts(numbers, self._context + 1, stride=self._context)

@@ -99,7 +99,8 @@ def plain_run(data_dir: Path, initial: dict[str, Any]) -> dict[str, Any]:
             lr = LR_MIN + (LR_MAX - LR_MIN) * (1 + math.cos(half_turn)) / 2
         for group in optimizer.param_groups:
             group["lr"] = lr
-        tokens = torch.from_numpy(windows.batch(step - 1, BATCH_SIZE))
+        samples = np.arange((step - 1) * BATCH_SIZE, step * BATCH_SIZE)
+        tokens = torch.from_numpy(windows.rows(samples))
         logits = model(tokens[:, :-1])
         loss = functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
         optimizer.zero_grad()

@@ -179,7 +179,7 @@ def test_no_window_runs_from_one_file_into_the_next():
 
 def test_random_windows_reach_every_start_and_no_further():
     windows = RandomWindows(split_of(12, 2, 9), context=4, seed=0)
-    batch = windows.batch(step=0, batch_size=2000)
+    batch = windows.rows(np.arange(2000))
     assert batch.shape == (2000, 5)
     assert np.array_equal(batch, batch[:, :1] + np.arange(5))
     starts, counts = np.unique(batch[:, 0], return_counts=True)
@@ -187,49 +187,63 @@ def test_random_windows_reach_every_start_and_no_further():
     assert counts.min() > 100
 
 
-def test_a_batch_is_a_function_of_seed_and_step_alone():
+@pytest.mark.parametrize("kind", [RandomWindows, EpochWindows])
+def test_a_sample_is_a_function_of_seed_and_its_number_alone(kind):
     split = split_of(1000)
-    for kind in (RandomWindows, EpochWindows):
-        one, again = kind(split, 9, seed=1), kind(split, 9, seed=1)
-        late = one.batch(7, 8)
-        for step in range(7):
-            again.batch(step, 8)
-        assert np.array_equal(late, again.batch(7, 8))
-        assert not np.array_equal(late, one.batch(8, 8))
-        assert not np.array_equal(late, kind(split, 9, seed=2).batch(7, 8))
+    one, again = kind(split, 9, seed=1), kind(split, 9, seed=1)
+    late = one.rows(np.arange(56, 64))
+    for sample in range(56):
+        again.rows(np.array([sample]))
+    assert np.array_equal(late, again.rows(np.arange(56, 64)))
+    assert not np.array_equal(late, one.rows(np.arange(64, 72)))
+    assert not np.array_equal(late, kind(split, 9, seed=2).rows(np.arange(56, 64)))
 
 
-def test_the_rows_of_all_ranks_make_up_the_batch():
-    for kind in (RandomWindows, EpochWindows):
-        windows = kind(split_of(1000), 9, seed=1)
-        whole = windows.batch(3, 12)
-        parts = [windows.batch(3, 12, slice(first, first + 4)) for first in (0, 4, 8)]
+@pytest.mark.parametrize("kind", [RandomWindows, EpochWindows])
+def test_samples_may_be_read_in_any_order_and_in_parts_of_any_size(kind):
+    windows = kind(split_of(1000), 9, seed=1)
+    whole = windows.rows(np.arange(300))  # several epochs
+    assert len(np.unique(whole[:, 0])) > 50
+    for size in (1, 7, 128):
+        parts = [
+            windows.rows(np.arange(300)[first : first + size]) for first in range(0, 300, size)
+        ]
         assert np.array_equal(np.concatenate(parts), whole)
-        assert np.array_equal(windows.batch(3, 12, np.array([5, 0])), whole[[5, 0]])
+    picked = np.array([250, 0, 250])
+    assert np.array_equal(windows.rows(picked), whole[picked])
+
+
+@pytest.mark.parametrize("kind", [RandomWindows, EpochWindows])
+def test_a_run_of_years_does_not_run_out_of_sample_numbers(kind):
+    windows = kind(split_of(1000), 9, seed=1)
+    far = windows.rows(np.arange(10**15, 10**15 + 200))
+    assert far.shape == (200, 10)
+    assert len(np.unique(far[:, 0])) > 50
 
 
 def test_an_epoch_holds_each_window_once_and_the_next_one_in_another_order():
     windows = EpochWindows(split_of(1005), context=10, seed=3)
     assert windows.num_windows == 100
     # Batches of 8 straddle the border of two epochs.
-    samples = np.concatenate([windows.batch(step, 8) for step in range(25)])
+    samples = np.concatenate([windows.rows(8 * step + np.arange(8)) for step in range(25)])
     assert np.array_equal(samples, samples[:, :1] + np.arange(11))
     first, second = samples[:100, 0], samples[100:, 0]
     assert sorted(first) == sorted(second) == list(range(0, 1000, 10))
     assert first.tolist() != second.tolist()
     other_seed = EpochWindows(split_of(1005), context=10, seed=4)
-    assert other_seed.batch(0, 100)[:, 0].tolist() != first.tolist()
+    assert other_seed.rows(np.arange(100))[:, 0].tolist() != first.tolist()
 
 
 def test_an_epoch_over_several_files_leaves_out_only_their_ends():
     windows = EpochWindows(split_of(25, 8, 31), context=10, seed=0)
-    assert sorted(windows.batch(0, windows.num_windows)[:, 0]) == [0, 10, 33, 43, 53]
+    assert windows.num_windows == 5
+    assert sorted(windows.rows(np.arange(5))[:, 0]) == [0, 10, 33, 43, 53]
 
 
 @pytest.mark.parametrize("size", [11, 21, 31])
 def test_few_windows_are_gone_through_again_and_again(size):
     windows = EpochWindows(split_of(size), context=10, seed=0)
-    starts = windows.batch(0, 10 * windows.num_windows)[:, 0]
+    starts = windows.rows(np.arange(10 * windows.num_windows))[:, 0]
     assert np.bincount(starts // 10).tolist() == [10] * windows.num_windows
 
 
@@ -259,7 +273,7 @@ def test_training_tokens_shorter_than_a_window_are_refused_with_both_numbers(kin
         r"use a smaller max_seq_len or more text$",
     ):
         kind(split_of(120), context=256, seed=0)
-    assert kind(split_of(257), context=256, seed=0).batch(0, 2).shape == (2, 257)
+    assert kind(split_of(257), context=256, seed=0).rows(np.arange(2)).shape == (2, 257)
 
 
 def test_validation_tokens_shorter_than_a_window_are_refused_with_the_way_to_do_without():
