@@ -50,8 +50,9 @@ class DDP(nn.Module):
         ddp.finish_gradient_sync()
         optimizer.step()
 
-    The module's parameters and buffers become rank 0's; buffers are each rank's own afterwards. `state_dict` is the module's own, without
-    a prefix. Without a process group it is the module and nothing else.
+    The module's parameters and buffers become rank 0's; buffers are each rank's own afterwards.
+    `state_dict` is the module's own, without a prefix. Without a process group it is the module and
+    nothing else.
 
     Args:
         module: on its device already; the same on every rank, but for its values.

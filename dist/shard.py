@@ -174,17 +174,36 @@ class Shard:
             return value[first : first + len(part)]
         return value[part[0].start - pieces[0].start : part[-1].end - pieces[0].start]
 
-    def put_into(
-        self, entries: State, key: str, value: Tensor, pieces: Sequence[Piece], piece: Piece
-    ) -> None:
-        """Put one piece's part of an elementwise entry into its weight's whole one, on the CPU."""
+    def weights_of(self, segment: Segment) -> Tensor:
+        """This rank's weights of a segment, of the weights' own type."""
+        return self._shaped(self._weights[segment.start : segment.end])
+
+    def shape_of_whole(self, shape: torch.Size, piece: Piece) -> torch.Size:
+        """Shape of a weight's entry, of which segments have one of this shape."""
+        return shape[1:] if self._matrix is not None else self.bucket.parameters[piece.index].shape
+
+    def whole_of(
+        self, unfinished: State, key: str, value: Tensor, pieces: Sequence[Piece], piece: Piece
+    ) -> Tensor | None:
+        """One weight's whole entry, once its last piece is there.
+
+        Args:
+            unfinished: by key, of the weight whose pieces came so far; kept up to date.
+            key: of the entry.
+            value: the elementwise entry of `pieces`.
+            pieces: neighbours on one rank; ranks follow each other in order.
+            piece: one of them.
+        """
         part = self.part_of(value, pieces, [piece])
         if self._matrix is not None:
-            entries[key] = part[0].to("cpu", copy=True)
-            return
-        if key not in entries:
-            entries[key] = torch.empty(self.bucket.parameters[piece.index].shape, dtype=value.dtype)
-        entries[key].view(-1)[piece.first : piece.last] = part.cpu()
+            return part[0]
+        weight = self.bucket.parameters[piece.index]
+        if len(part) == weight.numel():
+            return part.view(weight.shape)
+        if piece.first == 0:
+            unfinished[key] = torch.empty(weight.shape, dtype=value.dtype, device=value.device)
+        unfinished[key].view(-1)[piece.first : piece.last] = part
+        return unfinished.pop(key) if piece.last == weight.numel() else None
 
     def take_from(self, whole: Sequence[Tensor], pieces: Sequence[Piece]) -> Tensor:
         """The elementwise entry of some neighbouring pieces, out of those of whole weights."""

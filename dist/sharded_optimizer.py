@@ -21,7 +21,7 @@ that needs whole matrices says so by a class attribute `whole_matrices = True`, 
 them, (count, rows, columns), every rank as many.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ from dist.ddp import DDP
 from dist.parameter_gather import ParameterGather
 from dist.same_model import check_same_order
 from dist.shard import Shard
-from dist.sharded_state import NamedState, gather_state, load_state
+from dist.sharded_state import NamedState, StateGather, load_state
 
 BUCKET_BYTES = 25 * 2**20
 
@@ -263,9 +263,29 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: a parameter has no name; on every rank.
         """
+        gather = self.begin_gather_state(named_parameters)
+        gathered = gather.described
+        for name, key, tensor in gather.pieces(gather.tensors):
+            gathered[name][key] = tensor.to("cpu", copy=True)
+        return gathered
+
+    def begin_gather_state(
+        self, named_parameters: Iterable[tuple[str, nn.Parameter]], with_weights: bool = False
+    ) -> StateGather:
+        """Say what the full state consists of, and let it be moved later; every rank must call it.
+
+        Args:
+            named_parameters: as for `gather_state`.
+            with_weights: gather the weights too, as entries `weight`: each rank's shard of them is
+                up to date right after `step`.
+
+        Raises:
+            ValueError: a parameter has no name; on every rank.
+        """
         for shard in self._shards:
             shard.take_over_changes()
-        return gather_state(self._shards, self._local.state, dict(named_parameters))
+        named = dict(named_parameters)
+        return StateGather(self._shards, self._local.state, named, with_weights)
 
     def load_state(
         self,

@@ -1,11 +1,11 @@
 """The state of a sharded optimizer as a checkpoint knows it: by weight, whole, without ranks.
 
-`gather_state` puts it together on rank 0 and `load_state` cuts it anew for any number of ranks.
-Both go bucket by bucket and entry by entry: beside the whole state that rank 0 is asked for, no
-rank holds more than one shard's entry, and of a memory-mapped file each rank reads its part alone.
+`StateGather` brings it to rank 0 and `load_state` cuts it anew for any number of ranks. Both go
+bucket by bucket and entry by entry: a rank never holds more of the whole than one bucket's entry,
+and of a memory-mapped file each rank reads its part alone.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,11 +21,13 @@ NamedState = dict[str, dict[str, Any]]
 
 # The float32 of a 16-bit weight, which lies beside the optimizer's own state.
 MASTER = "master"
+# The weight itself, where it is gathered too.
+WEIGHT = "weight"
 
 
-@dataclass
-class _Tensor:
-    """Stands for a tensor that has a part for each piece of a segment."""
+@dataclass(frozen=True)
+class TensorKind:
+    """Stands for a tensor whose values come later."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -37,56 +39,150 @@ class _Described:
 
     Attributes:
         num_pieces: of the segment.
-        entries: by key a `_Tensor`, or a value that all its pieces share.
+        entries: by key a `TensorKind`, or a value that all its pieces share.
     """
 
     num_pieces: int
     entries: State
 
 
-def gather_state(
-    shards: Sequence[Shard], state: Mapping[Tensor, State], named: Mapping[str, nn.Parameter]
-) -> NamedState:
-    """Put the full state together on rank 0; every rank must call it.
+class StateGather:
+    """The full state on its way to rank 0: described at once, moved when `pieces` is run through.
+
+    What is moved may be a copy that was made in between: then training goes on meanwhile, and
+    `pieces` runs in a thread of every rank, over a process group that nothing else uses.
 
     Args:
         shards: of this rank.
         state: of the wrapped optimizer.
         named: names of all weights.
+        with_weights: gather these too, as entries `weight`.
 
-    Returns:
-        See `ShardedOptimizer.gather_state`.
+    Attributes:
+        tensors: what this rank gives, in the order in which it goes; views of what is in use.
+        described: on rank 0, by name and key, a `TensorKind` or the value itself; else empty.
     """
-    names = _names(shards, named)
-    described = [
-        [_describe(shard, segment, state) for segment in shard.segments] for shard in shards
-    ]
-    by_rank = gather_objects(described)
-    if by_rank is None:
+
+    def __init__(
+        self,
+        shards: Sequence[Shard],
+        state: Mapping[Tensor, State],
+        named: Mapping[str, nn.Parameter],
+        with_weights: bool = False,
+    ) -> None:
+        self._shards = shards
+        self._names = _names(shards, named)
+        segments: list[list[_Described]] = []
+        self.tensors: list[Tensor] = []
         for shard in shards:
-            for segment in shard.segments:
-                for tensor in _tensors(shard, segment, state).values():
-                    _send(tensor)
-        return {}
-    gathered: NamedState = {}
-    for place, shard in enumerate(shards):
-        for owner, of_owner in enumerate(by_rank):
-            left = shard.pieces_of(owner)
-            for number, description in enumerate(of_owner[place]):
-                pieces, left = left[: description.num_pieces], left[description.num_pieces :]
-                for key, value in description.entries.items():
-                    if isinstance(value, _Tensor) and owner == 0:
-                        tensor = _tensors(shard, shard.segments[number], state)[key]
-                    elif isinstance(value, _Tensor):
-                        tensor = _receive(value, owner, shard.bucket.device)
-                    for piece in pieces:
-                        name = names[id(shard.bucket.parameters[piece.index])]
-                        entries = gathered.setdefault(name, {})
-                        if isinstance(value, _Tensor):
-                            shard.put_into(entries, key, tensor, pieces, piece)
-                        else:
-                            entries[key] = value
-    return gathered
+            entries = [_tensors(shard, segment, state, with_weights) for segment in shard.segments]
+            segments.append(
+                [
+                    _describe(segment, state, of_segment)
+                    for segment, of_segment in zip(shard.segments, entries, strict=True)
+                ]
+            )
+            for key in sorted({key for of_segment in entries for key in of_segment}):
+                self.tensors += [of_segment[key] for of_segment in entries if key in of_segment]
+        self._by_rank: list[list[list[_Described]]] | None = gather_objects(segments)
+        self.described = self._describe_whole()
+
+    def pieces(
+        self, tensors: Sequence[Tensor], group: torch_dist.ProcessGroup | None = None
+    ) -> Iterator[tuple[str, str, Tensor]]:
+        """Move everything to rank 0, where it comes out weight by weight; every rank must run it.
+
+        Rank 0 has at any moment two ranks' parts of one bucket's entry and one weight.
+
+        Args:
+            tensors: `self.tensors`, or copies of them.
+            group: over which it goes; None: the default one.
+
+        Yields:
+            On rank 0 name, key, and the whole tensor in the weight's shape, on the device that
+            tensors are on or the CPU; to be used before the next one is asked for.
+        """
+        if self._by_rank is None:
+            for tensor in tensors:
+                _send(tensor, group)
+            return
+        parts = self._in_order()
+        mine = iter(tensors)
+        arriving = [p.receive(group) if p.owner else None for p in parts[:1]]
+        unfinished: State = {}
+        for number, part in enumerate(parts):
+            if number + 1 < len(parts):  # one ahead, so that the next comes while this is used
+                following = parts[number + 1]
+                arriving.append(following.receive(group) if following.owner else None)
+            came = arriving.pop(0)
+            tensor = came.wait() if came is not None else next(mine)
+            for piece in part.pieces:
+                whole = part.shard.whole_of(unfinished, part.key, tensor, part.pieces, piece)
+                if whole is not None:
+                    yield self._name(part, piece), part.key, whole
+
+    def _in_order(self) -> list["_Part"]:
+        """Tensors as all ranks give them: bucket by bucket, entry by entry, rank by rank."""
+        assert self._by_rank is not None
+        place = {id(shard): number for number, shard in enumerate(self._shards)}
+        parts = [part for part in self._parts() if isinstance(part.value, TensorKind)]
+        return sorted(parts, key=lambda part: (place[id(part.shard)], part.key, part.owner))
+
+    def _parts(self) -> Iterator["_Part"]:
+        for place, shard in enumerate(self._shards):
+            for owner, of_rank in enumerate(self._by_rank or ()):
+                left = shard.pieces_of(owner)
+                for segment in of_rank[place]:
+                    pieces, left = left[: segment.num_pieces], left[segment.num_pieces :]
+                    for key, value in segment.entries.items():
+                        yield _Part(shard, owner, key, value, pieces)
+
+    def _describe_whole(self) -> NamedState:
+        whole: NamedState = {}
+        for part in self._parts():
+            for piece in part.pieces:
+                value = part.value
+                if isinstance(value, TensorKind):
+                    value = TensorKind(part.shard.shape_of_whole(value.shape, piece), value.dtype)
+                whole.setdefault(self._name(part, piece), {})[part.key] = value
+        return whole
+
+    def _name(self, part: "_Part", piece: Piece) -> str:
+        return self._names[id(part.shard.bucket.parameters[piece.index])]
+
+
+@dataclass
+class _Part:
+    """One rank's part of one entry of neighbouring weights."""
+
+    shard: Shard
+    owner: int
+    key: str
+    value: Any
+    pieces: list[Piece]
+
+    def receive(self, group: torch_dist.ProcessGroup | None) -> "_Arriving":
+        """Begin to receive it from its owner; gloo receives into the CPU's memory only."""
+        on_cpu = torch_dist.get_backend(group) == "gloo"
+        device = torch.device("cpu") if on_cpu else self.shard.bucket.device
+        tensor = torch.empty(self.value.shape, dtype=self.value.dtype, device=device)
+        # As bytes: gloo refuses some types.
+        work = torch_dist.irecv(_bytes(tensor), src=self.owner, group=group)
+        assert work is not None
+        return _Arriving(tensor, work)
+
+
+@dataclass
+class _Arriving:
+    """A tensor that is being received."""
+
+    tensor: Tensor
+    work: torch_dist.Work
+
+    def wait(self) -> Tensor:
+        """The tensor, when it is there."""
+        self.work.wait()
+        return self.tensor
 
 
 def load_state(
@@ -156,7 +252,9 @@ def _names(shards: Sequence[Shard], named: Mapping[str, nn.Parameter]) -> dict[i
     return names
 
 
-def _tensors(shard: Shard, segment: Segment, state: Mapping[Tensor, State]) -> dict[str, Tensor]:
+def _tensors(
+    shard: Shard, segment: Segment, state: Mapping[Tensor, State], with_weights: bool
+) -> dict[str, Tensor]:
     """The entries of a segment's state that have a part for each piece."""
     entries = {
         key: value
@@ -165,18 +263,21 @@ def _tensors(shard: Shard, segment: Segment, state: Mapping[Tensor, State]) -> d
     }
     if shard.is_half:
         entries[MASTER] = segment.parameter.detach()
+    if with_weights:
+        entries[WEIGHT] = shard.weights_of(segment)
     return entries
 
 
-def _describe(shard: Shard, segment: Segment, state: Mapping[Tensor, State]) -> _Described:
-    tensors = _tensors(shard, segment, state)
+def _describe(
+    segment: Segment, state: Mapping[Tensor, State], tensors: Mapping[str, Tensor]
+) -> _Described:
     entries: State = {}
     for key, value in {**state.get(segment.parameter, {}), **tensors}.items():
         if key in tensors:
-            entries[key] = _Tensor(value.shape, value.dtype)
+            entries[key] = TensorKind(value.shape, value.dtype)
         else:
-            # A GPU's tensor would be unpickled on the same GPU number.
-            entries[key] = value.cpu() if isinstance(value, Tensor) else value
+            # A copy, and not a GPU's: it would be unpickled on the same GPU number.
+            entries[key] = value.to("cpu", copy=True) if isinstance(value, Tensor) else value
     return _Described(len(segment.pieces), entries)
 
 
@@ -202,14 +303,11 @@ def _plain(value: Any) -> Any:
     return value.tolist() if isinstance(value, Tensor) else value
 
 
-def _send(tensor: Tensor) -> None:
+def _send(tensor: Tensor, group: torch_dist.ProcessGroup | None) -> None:
     """Send to rank 0; gloo sends from the CPU's memory only."""
-    staged = tensor.cpu() if torch_dist.get_backend() == "gloo" else tensor
-    torch_dist.send(staged.contiguous(), dst=0)
+    staged = tensor.cpu() if torch_dist.get_backend(group) == "gloo" else tensor
+    torch_dist.send(_bytes(staged.contiguous()), dst=0, group=group)
 
 
-def _receive(described: _Tensor, owner: int, device: torch.device) -> Tensor:
-    where = torch.device("cpu") if torch_dist.get_backend() == "gloo" else device
-    tensor = torch.empty(described.shape, dtype=described.dtype, device=where)
-    torch_dist.recv(tensor, src=owner)
-    return tensor
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)

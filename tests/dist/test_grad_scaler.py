@@ -57,9 +57,7 @@ def train(way, paired):
         plain.zero_grad()
         optimizer.finish_gather()
         assert_close(module.parameters(), alone.parameters(), 1e-5)
-        is_skipped = all(
-            torch.equal(a, b) for a, b in zip(before, alone.parameters(), strict=True)
-        )
+        is_skipped = all(torch.equal(a, b) for a, b in zip(before, alone.parameters(), strict=True))
         assert is_skipped == (step == 2)
         assert ours.get_scale() == theirs.get_scale()
         scales.append(ours.get_scale())

@@ -7,8 +7,8 @@ batch is equal up to rounding.
 
 import contextlib
 import gc
-from unittest import mock
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from dist.collectives import all_reduce_sum, broadcast_object, rank, world_size
 import dist.ddp
+from dist.collectives import all_reduce_sum, broadcast_object, rank, world_size
 from dist.ddp import DDP
 from dist.gloo_collectives import GlooCollectives
 from dist.reducer import Reducer

@@ -4,6 +4,7 @@ All gradients here are small whole numbers and the same on every rank, so that t
 exact: whoever goes on from a saved state must reach the very bits of a run that never stopped.
 """
 
+import threading
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from dist.collectives import broadcast_object, rank, world_size
 from dist.ddp import DDP
 from dist.sharded_optimizer import ShardedOptimizer
+from dist.sharded_state import TensorKind
 from tests.dist.helpers import assert_close
 from tests.harness import run_distributed
 
@@ -199,13 +201,13 @@ def messages_of_gathering():
         optimizer.step()
         optimizer.zero_grad()
     received: list[int] = []
-    recv = torch_dist.recv
+    irecv = torch_dist.irecv
 
-    def record(tensor: Tensor, src: int) -> int:
-        received.append(tensor.numel())
-        return recv(tensor, src=src)
+    def record(data: Tensor, **kwargs: Any) -> Any:
+        received.append(data.numel() // 4)  # bytes of float32
+        return irecv(data, **kwargs)
 
-    with mock.patch.object(torch_dist, "recv", record):
+    with mock.patch.object(torch_dist, "irecv", record):
         state = optimizer.gather_state(module.named_parameters())
     shards = [shard.bucket.padded_numel // world_size() for shard in optimizer._shards]
     total = sum(p.numel() for p in module.parameters())
@@ -274,3 +276,86 @@ def gather_without_a_name():
 
 def test_a_parameter_without_a_name_is_an_error_on_every_rank():
     run_distributed(gather_without_a_name, 3)
+
+
+def streamed_while_training_goes_on(param_dtype):
+    """Gather copies in a thread, over a group of their own, beside three more steps."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(50, 30), nn.Linear(30, 7), nn.Linear(7, 1)).to(param_dtype)
+    module[1].bias.requires_grad_(False)
+    ddp = DDP(module, 200 * 4 / 2**20)
+    optimizer = ShardedOptimizer(module.parameters(), torch.optim.AdamW, ddp=ddp)
+    group = torch_dist.new_group(backend="gloo") if world_size() > 1 else None
+
+    def step(number):
+        torch.manual_seed(number * 10 + rank())
+        ddp(torch.randn(4, 50, dtype=param_dtype)).sum().backward()
+        ddp.finish_gradient_sync()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step(1)
+    step(2)
+    named = dict(module.named_parameters())
+    gather = optimizer.begin_gather_state(named.items(), with_weights=True)
+    copies = [tensor.clone() for tensor in gather.tensors]
+    optimizer.finish_gather()
+    whole = optimizer.gather_state(named.items())
+    weights = {name: parameter.detach().clone() for name, parameter in named.items()}
+    came = []
+
+    def move():
+        came.extend((n, k, tensor.clone()) for n, k, tensor in gather.pieces(copies, group))
+
+    thread = threading.Thread(target=move)
+    thread.start()
+    for number in range(3, 6):
+        step(number)
+    thread.join()
+    if rank() != 0:
+        assert (came, gather.described) == ([], {})
+        return
+    moved = {(name, key): tensor for name, key, tensor in came}
+    assert len(moved) == len(came)
+    for name, entries in gather.described.items():
+        assert torch.equal(moved.pop((name, "weight")), weights[name]), name
+        for key, value in whole.get(name, {}).items():
+            found = moved.pop((name, key)) if isinstance(entries[key], TensorKind) else entries[key]
+            assert (found.dtype, found.shape) == (value.dtype, value.shape)
+            assert torch.equal(found, value), (name, key)
+            if isinstance(entries[key], TensorKind):
+                assert (entries[key].dtype, entries[key].shape) == (value.dtype, value.shape)
+    assert not moved
+    assert gather.described.keys() == named.keys()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("param_dtype", [torch.float32, torch.bfloat16])
+def test_a_copy_of_the_state_moves_to_rank_zero_while_training_goes_on(size, param_dtype):
+    run_distributed(streamed_while_training_goes_on, size, param_dtype)
+
+
+def peak_memory_of_streaming():
+    """Bytes that this process grew by, at most, while everything was moved past it."""
+    module = nn.Sequential(*(nn.Linear(1000, 1000, bias=False) for _ in range(16)))
+    ddp = DDP(module, 5.0)
+    optimizer = ShardedOptimizer(module.parameters(), torch.optim.AdamW, ddp=ddp)
+    module(torch.ones(1, 1000)).sum().backward()
+    ddp.finish_gradient_sync()
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.finish_gather()
+    gather = optimizer.begin_gather_state(module.named_parameters(), with_weights=True)
+    for _ in gather.pieces(gather.tensors):  # gloo's own buffers come with the first use
+        pass
+    Path("/proc/self/clear_refs").write_text("5")
+    before = memory_of_this_process("VmRSS")
+    for _ in gather.pieces(gather.tensors):
+        pass
+    return memory_of_this_process("VmHWM") - before
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux tells peak memory")
+def test_streaming_the_state_takes_the_memory_of_little_more_than_a_bucket():
+    for grown in run_distributed(peak_memory_of_streaming, 4):
+        assert grown <= 2 * 5 * 2**20

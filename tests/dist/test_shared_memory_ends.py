@@ -1,8 +1,8 @@
 """However the ranks end, the others end soon after, and neither memory nor sockets stay."""
 
+import contextlib
 import gc
 import io
-import contextlib
 import json
 import os
 import re
@@ -208,7 +208,7 @@ def test_the_memory_of_a_model_that_is_given_up_is_given_back():
 
 
 def saved_size():
-    ddp, optimizer = make_model(sharded=True)
+    ddp, _ = make_model(sharded=True)
     file = io.BytesIO()
     torch.save(ddp.state_dict(), file)
     return file.tell(), sum(p.nbytes for p in ddp.parameters())
