@@ -302,7 +302,7 @@ def streamed_while_training_goes_on(param_dtype):
     optimizer.finish_gather()
     whole = optimizer.gather_state(named.items())
     weights = {name: parameter.detach().clone() for name, parameter in named.items()}
-    came = []
+    came: list[tuple[str, str, Tensor]] = []
 
     def move():
         came.extend((n, k, tensor.clone()) for n, k, tensor in gather.pieces(copies, group))
