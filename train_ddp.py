@@ -44,11 +44,10 @@ from training.config import (
     DEFAULT_DATA_DIR,
     Config,
     ScheduleConfig,
-    check,
     load_config,
-    with_length,
     write_config,
 )
+from training.config_checks import check, with_length
 from training.evaluate import evaluate
 from training.hardware import autocast, resolve_dtype
 from training.job import Job

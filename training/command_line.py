@@ -50,6 +50,10 @@ NAMES_ELSEWHERE = {
     "n_embd": "d_model",
 }
 
+# How a switch may be spelt after its flag, as in YAML. Not YAML's yes and no: after a flag that
+# stands alone, they could be a word that the script takes without one.
+BOOLEANS = {"true": "true", "false": "false", "on": "true", "off": "false"}
+
 
 class CommandLineError(ValueError):
     """An option that cannot be taken as given; the message says what to type instead."""
@@ -181,9 +185,9 @@ def _spell_out(arguments: Sequence[str], sections: Sequence[type]) -> list[str]:
         flag, equals, value = argument.partition("=")
         kind = kinds.get(flag.removeprefix("--")) if flag.startswith("--") else None
         if kind is bool:
-            follows = not equals and waiting and waiting[0].lower() in ("true", "false")
+            follows = not equals and waiting and waiting[0].lower() in BOOLEANS
             value = waiting.pop(0) if follows else value if equals else "true"
-            argument = f"{flag}={value.lower()}"
+            argument = f"{flag}={BOOLEANS.get(value.lower(), value)}"
         elif get_origin(kind) is list:
             words = [value] if equals else list(itertools.takewhile(_is_value, waiting))
             # An ASCII locale hides other characters in surrogates, which YAML does not take.

@@ -1,13 +1,13 @@
-"""Every option of a training run, grouped as `--help` shows them, and what cannot work together.
+"""Every option of a training run, grouped as `--help` shows them.
 
 A run's configuration is one flat set of names, in flags, YAML and checkpoint alike. The model's
 shape is `model.config.ModelConfig`; the rest stands here, each setting with its reason beside it.
+What cannot work together is config_checks.py's.
 """
 
-import math
 import textwrap
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +19,13 @@ from training.command_line import CommandLineError, build, parse_options
 
 # Where a run without --data_dir looks, and what it prepares there when nothing is found.
 DEFAULT_DATA_DIR = "data/python_stdlib"
+
+# How one start of a run was asked for; not what the run is. These stay out of config.yaml: whoever
+# makes a run of that file would, by overwrite, delete what the first one made; by resume or
+# init_from, train on other weights than those of the seed, or be refused where both meet; by
+# allow_changed, be warned of nothing any more; by max_minutes, stop when the first one's time was
+# up.
+OF_ONE_START = ("resume", "overwrite", "init_from", "allow_changed", "max_minutes")
 
 
 @dataclass(frozen=True)
@@ -71,8 +78,12 @@ class OptimizerConfig:
     """Decoupled decay, on matrices only."""
     max_norm: float = 1.0
     """Gradients with a larger global norm are scaled down to it."""
+    spike_factor: float = 0.0
+    """Skip a step whose gradient norm is above this many times the running median; 0: never."""
     max_skipped_steps: int = 10
-    """End the run after this many steps in a row whose gradient is not finite."""
+    """So many steps in a row with a gradient that is not finite, or a spike, are divergence."""
+    on_divergence: Literal["rollback", "stop"] = "rollback"
+    """Then go back to the last good checkpoint and pass over the text since, once; or end."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +94,10 @@ class RunConfig:
     """Folder for checkpoints, metrics and TensorBoard."""
     resume: str | None = None
     """Checkpoint to go on from; auto: the newest in out_dir, if there is one."""
+    init_from: str | None = None
+    """Checkpoint whose weights a new run starts from; resume auto wins where it finds one."""
+    allow_changed: list[str] = field(default_factory=list)
+    """Names whose change is accepted on resume: seed, batch_size, epochs, tokenizer, data ..."""
     overwrite: bool = False
     """Start anew in an out_dir that holds a run already, and delete that run."""
     seed: int = 1337
@@ -97,6 +112,10 @@ class RunConfig:
     """Steps between two checkpoints; also after the last step. 0: only then."""
     keep_checkpoints: int = 3
     """Newest checkpoints to keep, beside best.pt."""
+    async_checkpoint: bool = True
+    """Write checkpoints while the training goes on; off: it waits, and needs no second copy."""
+    max_minutes: float | None = None
+    """Save and leave after this many minutes, before a queue's time limit ends the job."""
 
 
 @dataclass(frozen=True)
@@ -136,13 +155,13 @@ class Config:
 
     def to_dict(self) -> dict[str, Any]:
         """All options as one flat dict of plain values, the form of YAML and checkpoints."""
-        sections = (getattr(self, field.name) for field in fields(self))
+        sections = (getattr(self, section.name) for section in fields(self))
         return {name: value for section in sections for name, value in asdict(section).items()}
 
     def lines(self) -> list[str]:
         """All options for people, a paragraph a section."""
         lines = []
-        for section in (getattr(self, field.name) for field in fields(self)):
+        for section in (getattr(self, section.name) for section in fields(self)):
             values = ", ".join(f"{name} {value}" for name, value in asdict(section).items())
             title = f"{type(section).__doc__}: "
             lines += textwrap.wrap(title + values, width=100, subsequent_indent="    ")
@@ -170,132 +189,20 @@ def load_config(description: str, argv: Sequence[str] | None = None) -> Config:
         CommandLineError: see `parse_options`.
     """
     options = parse_options(SECTIONS, description=description, argv=argv, presets=PRESETS)
-    names = [field.name for field in fields(Config)]
+    names = [section.name for section in fields(Config)]
     return Config(**{n: build(s, options) for n, s in zip(names, SECTIONS, strict=True)})
-
-
-def check(config: Config, world_size: int) -> None:
-    """Refuse what cannot work, all problems in one message.
-
-    Raises:
-        CommandLineError: each problem with its values and what to do.
-    """
-    data, schedule, optimizer, run = config.data, config.schedule, config.optimizer, config.run
-    problems = _below(
-        1,
-        batch_size=data.batch_size,
-        gradient_accumulation_steps=data.gradient_accumulation_steps,
-        log_interval=run.log_interval,
-        val_windows=run.val_windows,
-        keep_checkpoints=run.keep_checkpoints,
-        max_skipped_steps=optimizer.max_skipped_steps,
-    )
-    problems += _below(
-        0,
-        iterations=schedule.iterations,
-        warmup_iters=schedule.warmup_iters or 0,
-        cos_cycle_iters=schedule.cos_cycle_iters or 0,
-        decay_iters=schedule.decay_iters or 0,
-        val_interval=run.val_interval,
-        checkpoint_interval=run.checkpoint_interval,
-        lr_max=schedule.lr_max,
-        lr_min=schedule.lr_min or 0.0,
-        weight_decay=optimizer.weight_decay,
-        seed=run.seed,
-    )
-    if not problems and data.batch_size % (world_size * data.gradient_accumulation_steps):
-        problems.append(_indivisible_batch(data, world_size))
-    if schedule.epochs is not None and not schedule.epochs > 0:
-        problems.append(f"epochs is {schedule.epochs}, it must be above 0")
-    if schedule.lr_min is not None and schedule.lr_min > schedule.lr_max:
-        problems.append(f"lr_min {schedule.lr_min} is above lr_max {schedule.lr_max}")
-    if not run.out_dir:
-        problems.append("out_dir is empty: name a folder")
-    if run.seed >= 2**63:
-        problems.append(f"seed is {run.seed}, it must be below 2^63")
-    for name in ("max_norm", "eps"):
-        if not getattr(optimizer, name) > 0:
-            problems.append(f"{name} is {getattr(optimizer, name)}, it must be above 0")
-    for name in ("beta1", "beta2"):
-        if not 0.0 <= getattr(optimizer, name) < 1.0:
-            problems.append(f"{name} is {getattr(optimizer, name)}, it must be in [0, 1)")
-    bucket_cap_mb = config.device.bucket_cap_mb
-    if bucket_cap_mb is not None and not bucket_cap_mb > 0:
-        problems.append(f"bucket_cap_mb is {bucket_cap_mb}, it must be above 0")
-    if config.device.param_dtype == "bfloat16" and not config.device.shard_optimizer:
-        problems.append("param_dtype bfloat16 needs shard_optimizer true, which keeps float32 too")
-    if run.overwrite and run.resume is not None:
-        problems.append("resume and overwrite exclude each other: give one of them")
-    if problems:
-        raise CommandLineError("; ".join(problems))
-
-
-def with_length(config: Config, num_windows: int) -> Config:
-    """Fill in what follows from the length of the run: iterations and the ends of the schedules.
-
-    Args:
-        config: as the user gave it.
-        num_windows: training windows in one epoch.
-
-    Raises:
-        CommandLineError: a schedule longer than its parts allow.
-    """
-    schedule = config.schedule
-    total = schedule.iterations
-    if schedule.epochs is not None:
-        # Rounded up, so that no window is missed: the last batch reaches into the next epoch.
-        total = math.ceil(schedule.epochs * num_windows / config.data.batch_size)
-    warmup = total // 10 if schedule.warmup_iters is None else schedule.warmup_iters
-    cycle = max(total, warmup) if schedule.cos_cycle_iters is None else schedule.cos_cycle_iters
-    decay = 4 * total // 10 if schedule.decay_iters is None else schedule.decay_iters
-    lr_min = schedule.lr_max / 10 if schedule.lr_min is None else schedule.lr_min
-    if schedule.schedule == "cosine" and cycle < warmup:
-        raise CommandLineError(f"cos_cycle_iters {cycle} ends within warmup_iters {warmup}")
-    if schedule.schedule == "wsd" and warmup + decay > total:
-        raise CommandLineError(
-            f"warmup_iters {warmup} and decay_iters {decay} do not fit into {total} iterations"
-        )
-    filled = replace(
-        schedule,
-        iterations=total,
-        warmup_iters=warmup,
-        cos_cycle_iters=cycle,
-        decay_iters=decay,
-        lr_min=lr_min,
-    )
-    return replace(config, schedule=filled)
 
 
 def write_config(config: Config, path: Path) -> None:
     """Save as YAML that `--config` reads back, for another run of the same kind.
 
-    How this one was started is left out: read back, `overwrite` would delete what it made.
+    How this one was started is left out, see OF_ONE_START.
 
     Raises:
         CommandLineError: it cannot be written.
     """
-    started_by = ("resume", "overwrite")
-    options = {name: v for name, v in config.to_dict().items() if name not in started_by}
+    options = {name: v for name, v in config.to_dict().items() if name not in OF_ONE_START}
     try:
         path.write_text(yaml.safe_dump(options, sort_keys=False), encoding="utf-8")
     except OSError as error:
         raise CommandLineError(f"cannot write {path}: {error.strerror}") from error
-
-
-def _below(least: int, **values: float) -> list[str]:
-    return [
-        f"{name} is {value}, it must be at least {least}"
-        for name, value in values.items()
-        if not value >= least
-    ]
-
-
-def _indivisible_batch(data: DataConfig, world_size: int) -> str:
-    unit = world_size * data.gradient_accumulation_steps
-    lower = data.batch_size // unit * unit
-    fitting = f"{lower} or {lower + unit}" if lower else f"{unit}"
-    steps = data.gradient_accumulation_steps
-    return (
-        f"batch_size {data.batch_size} does not divide by {world_size} processes "
-        f"x {steps} accumulation steps: use {fitting}"
-    )

@@ -29,6 +29,14 @@ class Section:
     """Whether it is loud."""
 
 
+@dataclass(frozen=True)
+class LoudSection:
+    """Options of another test"""
+
+    is_loud: bool = True
+    """Whether it is loud."""
+
+
 def parse(*argv: str) -> Section:
     options = parse_options([Section], description="A test.", argv=argv, presets=PRESETS)
     return build(Section, options)
@@ -74,11 +82,30 @@ def test_a_float_may_be_written_with_an_exponent_or_as_an_integer(tmp_path):
         (["--is_loud", "True"], True),
         (["--is_loud=false"], False),
         (["--is_loud", "FALSE"], False),
+        (["--is_loud", "on"], True),
+        (["--is_loud", "Off", "--width", "3"], False),
+        (["--is_loud=ON"], True),
+        (["--is_loud=off"], False),
         ([], False),
     ],
 )
 def test_a_switch_may_stand_alone_or_with_a_value(argv, expected):
     assert parse(*argv).is_loud is expected
+
+
+def test_a_switch_that_is_on_by_default_can_be_turned_off():
+    options = parse_options([LoudSection], description="A test.", argv=["--is_loud", "off"])
+    assert options["is_loud"] is False
+
+
+@pytest.mark.parametrize(
+    ("spelling", "expected"), [("on", True), ("Off", False), ("true", True), ("'off'", False)]
+)
+def test_the_file_takes_the_same_spellings_of_a_switch(tmp_path, spelling, expected):
+    file = tmp_path / "options.yaml"
+    file.write_text(f"is_loud: {spelling}\n")
+    options = parse_options([LoudSection], description="A test.", argv=["--config", str(file)])
+    assert options["is_loud"] is expected
 
 
 @pytest.mark.parametrize("argv", [["--widht", "3"], ["--widht=3"]])
@@ -107,6 +134,7 @@ def test_a_flag_is_not_taken_by_its_first_letters():
         (["--width", "2.5"], ["width", "int", "2.5"]),
         (["--rate", "1e-3x"], ["rate", "float", "1e-3x"]),
         (["--kind", "oval"], ["kind", "round", "square", "oval"]),
+        (["--is_loud=maybe"], ["is_loud", "bool", "maybe"]),
         (["stray"], ["stray"]),
         (["--config", "no-such-file.yaml"], ["no-such-file.yaml"]),
     ],

@@ -7,7 +7,9 @@ import pytest
 import yaml
 
 from training.command_line import CommandLineError
-from training.config import Config, check, load_config, with_length, write_config
+from training.config import Config, load_config, write_config
+from training.config_checks import check, with_length
+from training.resume import ALLOWABLE
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -57,10 +59,57 @@ def test_all_problems_stand_in_one_message():
         ("seed", "-1"),
         ("bucket_cap_mb", "0"),
         ("weight_decay", "nan"),
+        ("max_minutes", "0"),
+        ("max_minutes", "-1"),
+        ("max_minutes", "nan"),
+        ("spike_factor", "1"),
+        ("spike_factor", "-2"),
+        ("spike_factor", "nan"),
     ],
 )
 def test_a_value_without_meaning_is_named(name, value):
     assert name in problems_of(f"--{name}", value)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--max_minutes", "0.5"],
+        ["--spike_factor", "1.5"],
+        ["--spike_factor", "0"],
+        ["--init_from", "other.pt"],
+        ["--init_from", "other.pt", "--overwrite"],
+        ["--init_from", "other.pt", "--resume", "auto"],
+        ["--allow_changed", *ALLOWABLE, "--resume", "auto"],
+    ],
+)
+def test_how_a_run_may_be_started_and_watched(argv):
+    check(config_of(*argv), 1)
+
+
+def test_a_run_starts_from_one_thing_alone():
+    both = ["--init_from", "other.pt", "--resume", "this.pt"]
+    assert "init_from starts a new run and resume goes on with one" in problems_of(*both)
+    assert "exclude each other" in problems_of("--resume", "auto", "--overwrite")
+
+
+def test_a_misspelt_name_of_what_may_change_is_answered_with_the_nearest_one(tmp_path):
+    flag = problems_of("--allow_changed", "seed", "batchsize", "lr_max", "--max_minutes", "0")
+    assert "allow_changed does not know batchsize; did you mean batch_size? (it knows seed" in flag
+    assert "does not know lr_max" in flag
+    assert "does not know seed" not in flag
+    assert "max_minutes is 0" in flag
+    file = tmp_path / "options.yaml"
+    file.write_text("allow_changed: [token]\n")
+    assert "token; did you mean tokenizer?" in problems_of("--config", str(file))
+
+
+def test_a_checkpoint_is_written_in_the_background_unless_it_is_switched_off(tmp_path):
+    assert config_of().run.async_checkpoint
+    assert not config_of("--async_checkpoint", "off").run.async_checkpoint
+    file = tmp_path / "options.yaml"
+    file.write_text("async_checkpoint: off\n")
+    assert not config_of("--config", str(file)).run.async_checkpoint
 
 
 def test_what_is_left_open_follows_from_the_length():
@@ -71,6 +120,27 @@ def test_what_is_left_open_follows_from_the_length():
 def test_epochs_set_the_iterations_so_that_no_window_is_missed():
     config = config_of("--epochs", "2", "--batch_size", "4")
     assert with_length(config, 5).schedule.iterations == 3
+
+
+@pytest.mark.parametrize(("epochs", "windows", "steps"), [(1.1, 50, 55), (0.3, 7, 3)])
+def test_rounding_of_epochs_makes_no_step_more_or_less(epochs, windows, steps):
+    config = config_of("--epochs", str(epochs), "--batch_size", "1")
+    assert with_length(config, windows).schedule.iterations == steps
+
+
+def test_epochs_end_where_they_would_have_after_a_change_of_the_batch():
+    straight = config_of("--epochs", "2", "--batch_size", "4")
+    total = with_length(straight, 51).schedule.iterations
+    assert total == 26  # 102 windows
+    for done in range(total + 1):  # resumed unchanged: nothing changes
+        assert with_length(straight, 51, done, 4 * done).schedule.iterations == total
+    larger = config_of("--epochs", "2", "--batch_size", "10")
+    assert with_length(larger, 51, 13, 52).schedule.iterations == 13 + 5
+    assert with_length(larger, 51, 26, 104).schedule.iterations == 26
+
+
+def test_iterations_are_counted_in_steps_whatever_is_done():
+    assert with_length(config_of("--iterations", "9"), 51, 5, 80).schedule.iterations == 9
 
 
 def test_a_warm_up_longer_than_the_run_is_a_run_within_the_warm_up():
@@ -95,6 +165,15 @@ def test_the_saved_configuration_reads_back_as_itself(tmp_path):
     path = tmp_path / "config.yaml"
     write_config(config, path)
     assert config_of("--config", str(path)) == config
+
+
+def test_the_saved_configuration_does_not_say_how_its_run_was_started(tmp_path):
+    started = ["--init_from", "a.pt", "--resume", "auto", "--allow_changed", "seed", "data"]
+    path = tmp_path / "config.yaml"
+    write_config(config_of(*started, "--max_minutes", "9", "--seed", "3"), path)
+    assert config_of("--config", str(path)) == config_of("--seed", "3")
+    write_config(config_of("--overwrite", "--async_checkpoint", "off"), path)
+    assert config_of("--config", str(path)) == config_of("--async_checkpoint", "off")
 
 
 def test_the_flat_form_holds_every_option_once():
