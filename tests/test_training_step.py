@@ -26,8 +26,8 @@ from model.config import ModelConfig
 from model.transformer import Block, Transformer
 from tests.harness import DistributedError, run_distributed
 from tests.tiny import TINY, curve, flags, metrics_of, run_main, train, write_corpus
-from training.checkpoint import changes
 from training.checkpoint_file import load_checkpoint
+from training.resume import changes
 
 CONTEXT, BATCH_SIZE = 64, 8  # the first is that of the preset that TINY names
 # No value is a default, and each changes the numbers. A large eps makes AdamW feel the size of a
@@ -383,7 +383,7 @@ def test_a_run_may_go_on_with_activation_checkpointing(tmp_path, data_dir):
     train(1, data_dir, tmp_path / "run", **options, **more)
     straight, resumed = (saved_at(tmp_path / name, 10) for name in ("straight", "run"))
     assert digest(resumed["model"].values()) == digest(straight["model"].values())
-    listed = changes(straight["config"], resumed["config"])
+    listed = changes(straight, resumed["config"])
     assert "activation_checkpointing: False -> True" in listed
 
 

@@ -193,6 +193,11 @@ def load_config(description: str, argv: Sequence[str] | None = None) -> Config:
     return Config(**{n: build(s, options) for n, s in zip(names, SECTIONS, strict=True)})
 
 
+def default_options() -> dict[str, Any]:
+    """What every option is where nothing is said, as one flat dict."""
+    return Config(*(section() for section in SECTIONS)).to_dict()
+
+
 def write_config(config: Config, path: Path) -> None:
     """Save as YAML that `--config` reads back, for another run of the same kind.
 
