@@ -11,6 +11,9 @@
 # PORT (29400) a free port there; two jobs that share a head need two. Processes are those of one
 # machine, the same number on each: its GPUs, else 1. Data and runs must lie on a file system that
 # all machines see.
+#
+# A signal to the launcher of one machine makes all machines save and leave; launch/local.sh --help
+# says which signals, the exit statuses, and how long ranks may save.
 
 set -euo pipefail
 
@@ -18,12 +21,7 @@ root=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
 # shellcheck source=launch/machine.sh
 source "$root/launch/machine.sh"
 
-case ${1-} in
--h | --help)
-    usage
-    exit 0
-    ;;
-esac
+answer_help "${1-}"
 
 if (($# < 3)); then
     usage >&2
@@ -42,7 +40,7 @@ fi
 choose_processes "${1-}"
 [[ ! ${1-} =~ ^[0-9]+$ ]] || shift
 
-set_threads "$processes"
+set_environment "$processes"
 echo "multinode.sh: machine $node_rank of $nodes, meeting at $head:$port;" \
     "$processes process(es), $OMP_NUM_THREADS thread(s) each; GPUs here: $gpus"
 

@@ -13,10 +13,22 @@
 #   OMP_NUM_THREADS   threads of each process (CPUs of the job on a node / processes)
 #   MASTER_ADDR       node where the processes meet (the first of the job)
 #   MASTER_PORT       port there (made from the job's number)
+#   MAX_REQUEUES      how often the job may start again before this script lets it end (100)
 #
-# A job that is preempted, or whose node fails, is queued again under the same number and goes on
-# from its newest checkpoint: --resume auto stands before your options, so yours win. Give each job
-# an --out_dir of its own.
+# Some minutes before the time limit, and where the cluster does so before a preemption, Slurm sends
+# SIGUSR1 to this script: the ranks save, the run leaves, and the job is queued again under the same
+# number. So it is when --max_minutes has stopped the run, and after a SIGTERM that came from the
+# time limit or a preemption. A job whose node fails is queued again by Slurm. The job then goes on
+# from its newest checkpoint: --resume auto stands before your options, so yours win at first; in a
+# job that starts again and has a checkpoint in its --out_dir, that one wins. Give each job an
+# --out_dir of its own.
+#
+#   scancel JOB                          save and leave for good, as far as KillWait allows
+#   scancel --batch --signal=USR1 JOB    save, leave and go on in a new start
+#   sbatch --signal=B:USR1@600 ...       where saving may take longer
+#
+# Nothing is queued again after the last step, a crash or scancel. Exit status: that of srun, which
+# is 0 after the last step and after saving and leaving, 2 after a mistake, else 1 or above.
 
 #SBATCH --job-name=train_ddp
 #SBATCH --nodes=1
@@ -26,6 +38,7 @@
 #SBATCH --output=slurm-%j.out
 #SBATCH --open-mode=append
 #SBATCH --requeue
+#SBATCH --signal=B:USR1@180
 
 set -euo pipefail
 
@@ -44,6 +57,40 @@ case ${1-} in
     exit 0
     ;;
 esac
+
+# Whether a run that ends like this should go on in a new start of the job.
+#   $1  the marker that it left in its folder
+#   $2  what Slurm says about the job
+goes_on() {
+    case $1 in
+    "to be continued: SIGUSR1" | "to be continued: max_minutes" | "to be continued: launcher gone")
+        # Somebody may have cancelled the job meanwhile; Slurm ends it at the time limit, too.
+        [[ ! $2 =~ JobState=(CANCELLED|COMPLETING) || $2 == *Reason=TimeLimit* ]]
+        ;;
+    "to be continued: SIGTERM")
+        # Of a person, who knows why, or of Slurm. It queues a preempted job again only if that
+        # does not end in time, and one at its time limit never.
+        [[ $2 == *Reason=TimeLimit* || $2 =~ JobState=RUNNING.*[[:space:]]PreemptTime=[0-9] ]]
+        ;;
+    *) return 1 ;;
+    esac
+}
+
+# Queue this job again if its run has more to do; the last thing that this script does.
+requeue() {
+    local status='' job restarts=${SLURM_RESTART_COUNT:-0}
+    { read -r status <"$marker"; } 2>/dev/null || true
+    [[ $status == "to be continued: "* ]] || return 0
+    job=$(scontrol show job "$SLURM_JOB_ID" 2>/dev/null) || true
+    goes_on "$status" "$job" || return 0
+    if ((restarts >= ${MAX_REQUEUES:-100})); then
+        echo "slurm.sh: $status; not queued again after $restarts starts: see MAX_REQUEUES" >&2
+    elif scontrol requeue "$SLURM_JOB_ID"; then
+        echo "slurm.sh: $status; queued again"
+    else
+        echo "slurm.sh: $status; it could not be queued again: submit it once more" >&2
+    fi
+}
 
 for variable in SLURM_JOB_ID SLURM_JOB_NODELIST SLURM_NNODES; do
     if [[ -z ${!variable-} ]]; then
@@ -90,7 +137,33 @@ echo "slurm.sh: job $SLURM_JOB_ID${SLURM_RESTART_COUNT:+, restart $SLURM_RESTART
     "$SLURM_NNODES node(s), $processes process(es) on each, $OMP_NUM_THREADS thread(s) each," \
     "meeting at $head:$port"
 
-# exec: a signal sent to the batch script must reach srun.
-exec srun torchrun --nnodes="$SLURM_NNODES" --nproc_per_node="$processes" \
+# Forget how an earlier start ended: what is there afterwards was written by this one. Only the
+# training's own parser knows which folder the options mean; a mistake would not get further there.
+marker=$(PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} python3 -m training.run_status forget "$@") || {
+    (($? != 2)) || exit 2
+    marker=
+    echo "slurm.sh: the run folder cannot be found out: the job will not be queued again" >&2
+}
+
+options=(--resume auto "$@")
+if ((${SLURM_RESTART_COUNT:-0} > 0)) && compgen -G "${marker%/*}/checkpoints/*.pt" >/dev/null; then
+    options+=(--resume auto)
+fi
+
+# srun passes SIGUSR1 on, but at a SIGTERM it ends all tasks at once.
+step=
+trap '[[ -z $step ]] || kill -s USR1 "$step" 2>/dev/null || true' USR1
+trap '[[ -n $step ]] || exit 143; scancel --signal=TERM "$SLURM_JOB_ID" 2>/dev/null || true' TERM
+
+srun "$root/launch/node.sh" --nnodes="$SLURM_NNODES" --nproc_per_node="$processes" \
     --rdzv_id="$SLURM_JOB_ID" --rdzv_backend=c10d --rdzv_endpoint="$head:$port" \
-    "$root/train_ddp.py" --resume auto "$@"
+    "$root/train_ddp.py" "${options[@]}" &
+step=$!
+# shellcheck source=launch/machine.sh
+source "$root/launch/machine.sh" # for wait_for
+status=0
+wait_for "$step" || status=$?
+
+trap '' USR1 TERM # queueing again brings them, too
+[[ -z $marker ]] || requeue
+exit "$status"

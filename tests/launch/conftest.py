@@ -1,8 +1,10 @@
 """The machines that the launchers are tried on."""
 
+import shutil
+
 import pytest
 
-from tests.launch.stand_ins import Machine
+from tests.launch.stand_ins import ROOT, Machine
 
 
 @pytest.fixture
@@ -26,14 +28,17 @@ def cluster(machine):
     repository = machine.folder / "repository"
     repository.mkdir()
     (repository / "train_ddp.py").touch()
+    (repository / "launch").symlink_to(ROOT / "launch")
     machine.environment = {
         "SLURM_JOB_ID": "4711",
         "SLURM_JOB_NODELIST": "n[1-2]",
         "SLURM_NNODES": "2",
         "SLURM_SUBMIT_DIR": str(repository),
         "SLURM_CPUS_ON_NODE": "8",
+        "MARKER": str(repository / "runs" / "a" / "status"),
     }
     machine.add("srun", 'exec "$@"')
     machine.add("scontrol", "printf '%s\\n' n1 n2")
+    machine.add("python3", f'{shutil.which("rm")} -f "$MARKER"; echo "$MARKER"')
     machine.remove("nproc")
     return machine

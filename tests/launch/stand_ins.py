@@ -6,6 +6,7 @@ PATH holds nothing else but the few tools that the launchers may use, so that wh
 
 import shutil
 import subprocess
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,14 +21,16 @@ printf '%s\\0' "$@" >"$RECORDS/${0##*/}.arguments"
 
 
 @dataclass
-class Launch:
-    """What a launcher did: how it ended, and with what it called whom."""
+class Records:
+    """With what a launcher has called whom."""
 
-    status: int
-    stdout: str
-    stderr: str
-    pid: int
     records: Path
+
+    @property
+    def events(self) -> list[str]:
+        """Lines that programs have appended to $RECORDS/events."""
+        path = self.records / "events"
+        return path.read_text().splitlines() if path.exists() else []
 
     def called(self, program: str) -> bool:
         return (self.records / f"{program}.arguments").exists()
@@ -47,6 +50,39 @@ class Launch:
         arguments = self.arguments()
         (script,) = [i for i, a in enumerate(arguments) if a.endswith("/train_ddp.py")]
         return arguments[script + 1 :]
+
+
+@dataclass
+class Launch(Records):
+    """What a launcher did, and how it ended."""
+
+    status: int
+    stdout: str
+    stderr: str
+    pid: int
+
+
+@dataclass
+class Started(Records):
+    """A launcher that runs."""
+
+    process: subprocess.Popen[str]
+
+    def wait_until(self, event: str) -> None:
+        """Wait until a program that it has started notes the event."""
+        deadline = time.monotonic() + 20
+        while event not in self.events:
+            assert self.process.poll() is None, self.process.communicate()
+            assert time.monotonic() < deadline, self.events
+            time.sleep(0.01)
+
+    def end(self) -> Launch:
+        process = self.process
+        try:
+            stdout, stderr = process.communicate(timeout=20)
+        finally:
+            process.kill()
+        return Launch(self.records, process.returncode, stdout, stderr, process.pid)
 
 
 @dataclass
@@ -75,6 +111,11 @@ class Machine:
         (self.bin / program).unlink()
 
     def run(self, script: str, *arguments: str, folder: Path = ROOT, **environment: str) -> Launch:
+        return self.start(script, *arguments, folder=folder, **environment).end()
+
+    def start(
+        self, script: str, *arguments: str, folder: Path = ROOT, **environment: str
+    ) -> Started:
         records = self.folder / f"records-{len(list(self.folder.iterdir()))}"
         records.mkdir()
         process = subprocess.Popen(
@@ -90,8 +131,4 @@ class Machine:
             stderr=subprocess.PIPE,
             text=True,
         )
-        try:
-            stdout, stderr = process.communicate(timeout=20)
-        finally:
-            process.kill()
-        return Launch(process.returncode, stdout, stderr, process.pid, records)
+        return Started(records, process)

@@ -21,11 +21,20 @@ def test_arguments_arrive_whole(cluster, script):
     assert launch.options_of_the_training()[-len(options) :] == options
 
 
+@pytest.mark.parametrize("script", ["local.sh", "multinode.sh"])
+def test_launcher_becomes_torchrun_so_that_signals_arrive(machine, script):
+    launch = machine.run(script, *CALLS[script])
+    assert launch.environment()["PID"] == str(launch.pid)
+    assert "SIGUSR1" in launch.environment()["PET_SIGNALS_TO_HANDLE"].split(",")
+
+
 @pytest.mark.parametrize("script", CALLS)
-def test_launcher_becomes_what_it_starts_so_that_signals_arrive(cluster, script):
+def test_ranks_get_longer_than_30_seconds_to_save_or_what_the_user_says(cluster, script):
     cluster.add("nproc", "echo 8")
-    launch = cluster.run(script, *CALLS[script])
-    assert launch.environment("torchrun")["PID"] == str(launch.pid)
+    variable = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+    assert int(cluster.run(script, *CALLS[script]).environment()[variable]) > 30
+    launch = cluster.run(script, *CALLS[script], **{variable: "7"})
+    assert launch.environment()[variable] == "7"
 
 
 @pytest.mark.parametrize("script", CALLS)

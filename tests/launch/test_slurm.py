@@ -11,7 +11,7 @@ def test_slurm_starts_one_torchrun_on_each_node(cluster):
     launch = cluster.run("slurm.sh", "--seed", "5", SLURM_GPUS_ON_NODE="4")
     assert launch.status == 0
     command = [
-        "torchrun",
+        cluster.environment["SLURM_SUBMIT_DIR"] + "/launch/node.sh",
         "--nnodes=2",
         "--nproc_per_node=4",
         "--rdzv_id=4711",
@@ -24,6 +24,7 @@ def test_slurm_starts_one_torchrun_on_each_node(cluster):
         "5",
     ]
     assert launch.arguments("srun") == command
+    assert launch.arguments("torchrun") == command[1:]
     assert "job 4711: 2 node(s), 4 process(es) on each, 2 thread(s) each" in launch.stdout
 
 
