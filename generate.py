@@ -27,7 +27,7 @@ from model.sampling import SamplingOptions, generate, window_start
 from model.transformer import Transformer
 from training.checkpoint import load_weights
 from training.checkpoint_file import CheckpointError, load_checkpoint
-from training.command_line import CommandLineError, build, parse_options, run
+from training.command_line import BOOLEANS, CommandLineError, build, parse_options, run
 
 SEPARATOR = "-" * 80 + "\n"
 
@@ -142,7 +142,7 @@ def _options_first(arguments: Sequence[str]) -> list[str]:
     others: list[str] = []
     for before, word in zip(["", *arguments], arguments[:end], strict=False):
         takes_a_word = before.startswith("--") and "=" not in before and before not in switches
-        is_value = takes_a_word or (before in switches and word in ("true", "false"))
+        is_value = takes_a_word or (before in switches and word in BOOLEANS)
         (options if is_value or word.startswith("--") or word == "-h" else others).append(word)
     others += arguments[end + 1 :]
     return [*options, "--", *others] if others else options

@@ -10,7 +10,6 @@ curve depends on configuration and seed alone, not on how many processes compute
 """
 
 import contextlib
-import math
 from dataclasses import replace
 from functools import partial
 
@@ -19,7 +18,9 @@ import torch
 from torch import Tensor
 
 from data.errors import CorpusError
+from data.fingerprint import data_fingerprint
 from data.tokens import EpochWindows, PreparedData, RandomWindows, ValidationWindows, open_tokens
+from dist.collectives import all_reduce_sum
 from dist.ddp import DDP
 from dist.process_group import (
     ProcessGroupError,
@@ -38,25 +39,20 @@ from optim.clip import clip_grad_norm
 from optim.schedule import learning_rate, set_learning_rate
 from prepare import prepare_default_corpus
 from training import checkpoint
-from training.checkpoint_file import CheckpointError, load_checkpoint
+from training.bad_steps import DivergedError, complaint, remembered
+from training.checkpoint_file import CheckpointError
+from training.checkpoint_writer import CheckpointWriter
 from training.command_line import run
-from training.config import (
-    DEFAULT_DATA_DIR,
-    Config,
-    ScheduleConfig,
-    load_config,
-    write_config,
-)
+from training.config import DEFAULT_DATA_DIR, Config, ScheduleConfig, load_config
 from training.config_checks import check, with_length
 from training.evaluate import evaluate
 from training.hardware import autocast, resolve_dtype
+from training.interrupt import REASONS, StopRequest, reason_of
 from training.job import Job
 from training.metrics import Metrics, StepClock, introduce, show_progress, show_validation
 from training.run_folder import RunFolder
-
-
-class DivergedError(RuntimeError):
-    """Too many steps in a row had a gradient that is not finite."""
+from training.run_status import FINISHED, to_be_continued
+from training.start import go_back, resume_or_start
 
 
 def main() -> None:
@@ -80,60 +76,96 @@ def main() -> None:
         config.device.bucket_cap_mb,
         wire_dtype=getattr(torch, config.device.gradient_dtype),
     )
+    folder = RunFolder(config.run.out_dir, config.run.keep_checkpoints)
     job = Job(
         config=config,
         world=world,
         data=data,
+        data_fingerprint=data_fingerprint(data),
         windows=windows,
         val_windows=val_windows,
         model=model,
         ddp=ddp,
         optimizer=make_optimizer(config, ddp),
-        folder=RunFolder(config.run.out_dir, config.run.keep_checkpoints),
+        folder=folder,
+        writer=CheckpointWriter(world, folder, config.run.async_checkpoint),
         dtype=getattr(torch, config.device.dtype),
+        stop=StopRequest(config.run.max_minutes),
     )
     resume_or_start(job, schedule)
     introduce(job)
-    train(job)
+    train(job, schedule)
     shut_down(world)
 
 
-def train(job: Job) -> None:
-    """Step, show, validate and save until the last iteration."""
+def train(job: Job, schedule: ScheduleConfig) -> None:
+    """Step, show, validate and save until the last iteration, or until something asks to stop.
+
+    Args:
+        job: the run, where it begins or goes on.
+        schedule: as the user gave it.
+
+    Raises:
+        CheckpointError: the last save failed.
+        DivergedError: too many steps in a row were left out.
+    """
     options = job.config.run
     metrics = Metrics(job.folder, job.iteration, job.is_rank_zero)
+    leaves = None
     if job.iteration == 0:
         validate(job, metrics)
         if job.is_last:  # a run of no steps at all still leaves what it is: the initial weights
             save_checkpoint(job, None, is_due=True)
     clock = StepClock()
-    while not job.is_last:
-        job.iteration += 1
-        loss, grad_norm = training_step(job)
-        clock.count_step()
-        if job.is_due(options.log_interval) or job.iteration == 1 or job.is_last:
-            show_progress(job, metrics, clock, loss, grad_norm)
-        with clock.paused():
-            new_best = None
-            if job.is_due(options.val_interval) or job.is_last:
-                new_best = validate(job, metrics)
-            is_due = job.is_due(options.checkpoint_interval) or job.is_last
-            if new_best is not None or is_due:
-                metrics.flush()
-                save_checkpoint(job, new_best, is_due)
+    with job.stop.listening():
+        while not job.is_last and leaves is None:
+            job.iteration += 1
+            loss, grad_norm, leaves = training_step(job)
+            if job.skipped_in_a_row >= job.config.optimizer.max_skipped_steps:
+                metrics.close()
+                go_back(job, schedule)
+                metrics = Metrics(job.folder, job.iteration, job.is_rank_zero)
+                continue
+            clock.count_step()
+            if job.is_due(options.log_interval) or job.iteration == 1 or job.is_last:
+                show_progress(job, metrics, clock, loss, grad_norm)
+            with clock.paused():
+                new_best = None
+                if job.is_due(options.val_interval) or job.is_last:
+                    await_checkpoint(job)
+                    new_best = validate(job, metrics)
+                is_due = job.is_due(options.checkpoint_interval) or job.is_last
+                if new_best is not None or is_due or leaves is not None:
+                    metrics.flush()
+                    save_checkpoint(job, new_best, is_due or leaves is not None)
     metrics.close()
+    end(job, leaves)
 
 
-def training_step(job: Job) -> tuple[Tensor, float]:
-    """One optimizer step on one global batch.
-
-    Returns:
-        The mean loss of this rank's part (a tensor, so that nothing waits for it), and the
-        gradient's global norm before clipping, alike on all ranks. A step whose norm is not
-        finite changes no weight.
+def end(job: Job, leaves: str | None) -> None:
+    """Wait for the last save, and say how the run stands.
 
     Raises:
-        DivergedError: there have been max_skipped_steps such steps in a row.
+        CheckpointError: it failed.
+    """
+    problem = await_checkpoint(job)
+    if job.is_last and problem is None:
+        status = FINISHED
+    else:
+        status = to_be_continued(leaves or "the last save failed")
+        job.say(f"{status}, after {job.iteration} steps; go on with --resume auto")
+    if job.is_rank_zero:
+        job.folder.write_status(status)
+    if problem is not None:
+        raise CheckpointError(problem)
+
+
+def training_step(job: Job) -> tuple[float, float, str | None]:
+    """One optimizer step on one global batch; a bad one (bad_steps.py) changes no weight.
+
+    Returns:
+        The mean loss of the global batch, the gradient's global norm before clipping, and why the
+        run should leave after this step, if it should; all alike on all ranks.
     """
     world = job.world
     micro_steps = job.config.data.gradient_accumulation_steps
@@ -150,15 +182,27 @@ def training_step(job: Job) -> tuple[Tensor, float]:
             micro_loss.backward()
         loss += micro_loss.detach()
     job.ddp.finish_gradient_sync()
-    # Only now is the gradient complete, and the same on every rank: clip after sync.
-    grad_norm = clip_gradients(job).item()
-    if math.isfinite(grad_norm):
+    # Only now is the gradient complete, and the same on every rank: clip after sync. What else the
+    # ranks must agree on goes along with the norm: the loss, and who was asked to stop for what.
+    ballot = torch.zeros(1 + len(REASONS), device=world.device)
+    ballot[0] = loss / world.world_size
+    if job.stop.code:
+        ballot[job.stop.code] = 1.0
+    norm = clip_gradients(job, ballot)
+    mean_loss, *votes, grad_norm = torch.cat([ballot, norm.view(1)]).tolist()
+    recent = job.recent_grad_norms
+    wrong = complaint(mean_loss, grad_norm, recent, job.config.optimizer.spike_factor)
+    if wrong is None:
         job.optimizer.step()
         job.skipped_in_a_row = 0
     else:
-        skip_step(job)
+        job.skipped_steps += 1
+        job.skipped_in_a_row += 1
+        job.say(f"step {job.iteration}: {wrong}, no update")
     job.ddp.zero_grad()
-    return loss, grad_norm
+    job.recent_grad_norms = remembered(recent, grad_norm)
+    job.samples += job.config.data.batch_size
+    return mean_loss, grad_norm, reason_of(max(code * bool(v) for code, v in enumerate(votes, 1)))
 
 
 cross_entropy = CrossEntropyLoss()
@@ -167,20 +211,27 @@ cross_entropy = CrossEntropyLoss()
 def micro_batch(job: Job, micro_step: int) -> tuple[Tensor, Tensor]:
     """This rank's inputs and targets, each (micro_batch_size, max_seq_len) int64.
 
-    The global batch follows from seed and iteration alone. Micro-steps and ranks cut it in rows.
+    The global batch follows from the seed and the count of samples alone. Micro-steps and ranks cut
+    it in rows.
     """
     size = job.config.micro_batch_size(job.world.world_size)
-    first = (micro_step * job.world.world_size + job.world.rank) * size
-    samples = (job.iteration - 1) * job.config.data.batch_size + first + np.arange(size)
-    tokens = torch.from_numpy(job.windows.rows(samples)).to(job.world.device)
+    first = job.samples + (micro_step * job.world.world_size + job.world.rank) * size
+    rows = job.windows.rows(np.arange(first, first + size))
+    tokens = torch.from_numpy(rows).to(job.world.device)
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def clip_gradients(job: Job) -> Tensor:
-    """Clip by the global norm, and return it; each rank has the gradients whole, or its shards."""
+def clip_gradients(job: Job, ballot: Tensor) -> Tensor:
+    """Clip by the global norm, and return it; each rank has the gradients whole, or its shards.
+
+    Args:
+        job: the run.
+        ballot: is added over the ranks, with shards in the reduction that the norm needs anyway.
+    """
     max_norm = job.config.optimizer.max_norm
     if isinstance(job.optimizer, ShardedOptimizer):
-        return job.optimizer.clip_grad_norm(max_norm)
+        return job.optimizer.clip_grad_norm(max_norm, summed=ballot)
+    all_reduce_sum(ballot)
     return clip_grad_norm(job.model.parameters(), max_norm)
 
 
@@ -203,22 +254,6 @@ def lr_at(job: Job) -> float:
     )
 
 
-def skip_step(job: Job) -> None:
-    """Count and report a step without update; every rank sees the same one.
-
-    Raises:
-        DivergedError: there have been max_skipped_steps in a row.
-    """
-    job.skipped_steps += 1
-    job.skipped_in_a_row += 1
-    job.say(f"step {job.iteration}: the gradient is not finite, no update")
-    if job.skipped_in_a_row >= job.config.optimizer.max_skipped_steps:
-        raise DivergedError(
-            f"{job.skipped_in_a_row} steps in a row had no finite gradient, the last one step "
-            f"{job.iteration}: resume from a checkpoint with a lower lr_max"
-        )
-
-
 def validate(job: Job, metrics: Metrics) -> float | None:
     """Measure, show and log the validation loss; returns it if no trained model had a lower one."""
     if job.val_windows is None:
@@ -232,32 +267,35 @@ def validate(job: Job, metrics: Metrics) -> float | None:
 
 
 def save_checkpoint(job: Job, new_best: float | None, is_due: bool) -> None:
-    """Collect the state of all ranks and let rank 0 write it; the others wait for it.
+    """Save a checkpoint of this step; without --async_checkpoint off it is written meanwhile.
 
     Args:
         job: the run.
         new_best: the lowest validation loss so far, if it was measured just now.
         is_due: write a numbered checkpoint too, not best.pt alone.
-
-    Raises:
-        CheckpointError: it cannot be written, and there is no later one to hope for.
     """
-    best_before = job.best_val_loss
-    job.best_val_loss = best_before if new_best is None else new_best
+    await_checkpoint(job)
+    job.best_saved_before = job.best_val_loss
+    if new_best is not None:
+        job.best_val_loss = new_best
     collected = checkpoint.collect(
         model=job.model,
         optimizer=job.optimizer,
         progress=job.progress,
         config=job.config.to_dict(),
         tokenizer_json=job.data.tokenizer_json,
+        data_fingerprint=job.data_fingerprint,
     )
-    is_best = new_best is not None
-    problem = job.world.on_rank_zero(partial(job.folder.save, collected, is_best, is_due))
+    job.writer.save(collected, new_best is not None, is_due)
+
+
+def await_checkpoint(job: Job) -> str | None:
+    """Wait for the save that is under way, if one is; returns why it failed, if it did."""
+    problem = job.writer.finish()
     if problem is not None:
-        if job.is_last:
-            raise CheckpointError(problem)
-        job.best_val_loss = best_before  # so that the next one as good is written again
-        job.say(f"{problem}; the training goes on")
+        job.failed_saves += 1
+        job.best_val_loss = job.best_saved_before  # the next one as good is written again
+    return problem
 
 
 def open_data(config: Config, world: World) -> PreparedData:
@@ -306,37 +344,6 @@ def make_optimizer(config: Config, ddp: DDP) -> torch.optim.Optimizer:
     if config.device.shard_optimizer and (ddp.collectives is not None or needs_masters):
         return ShardedOptimizer(groups, AdamW, ddp=ddp, lr=lr, betas=betas, eps=eps)
     return AdamW(groups, lr=lr, betas=betas, eps=eps)
-
-
-def resume_or_start(job: Job, schedule: ScheduleConfig) -> None:
-    """Go on from the checkpoint that the configuration asks for, or claim a fresh folder.
-
-    Args:
-        job: the run, fresh.
-        schedule: as the user gave it.
-    """
-    config, folder, world = job.config, job.folder, job.world
-    path = world.on_rank_zero(partial(folder.choose_checkpoint, config.run.resume))
-    if path is not None:
-        saved = load_checkpoint(path)
-        checkpoint.check_tokenizer(saved, job.data.tokenizer_json)
-        checkpoint.check_architecture(saved["config"], config.to_dict())
-        checkpoint.check_data_order(saved["config"], config.to_dict())
-        checkpoint.restore(
-            saved, model=job.model, optimizer=job.optimizer, world=world, seed=config.run.seed
-        )
-        for name, value in job.progress.items():
-            setattr(job, name, saved.get(name, value))
-        job.say(f"resumed from {path} after {job.iteration} steps")
-        for change in checkpoint.changes(saved["config"], config.to_dict()):
-            job.say(f"  changed since: {change}")
-    has_best = world.on_rank_zero(partial(folder.claim, path, job.iteration, config.run.overwrite))
-    if not has_best:  # what was best lies in another folder, or came later: find one here
-        job.best_val_loss = math.inf
-    if not (path is not None and job.is_last):
-        # As it was asked for: filled in, a longer run made of this file would keep this one's ends.
-        asked_for = replace(config, schedule=schedule)
-        world.on_rank_zero(partial(write_config, asked_for, folder.config))
 
 
 if __name__ == "__main__":

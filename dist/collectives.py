@@ -217,12 +217,12 @@ def all_gather_objects(value: Any) -> list[Any]:
     return broadcast_object(gather_objects(value))
 
 
-def broadcast_object(value: Any) -> Any:
-    """Give rank 0's small picklable object to every rank."""
+def broadcast_object(value: Any, group: torch_dist.ProcessGroup | None = None) -> Any:
+    """Give rank 0's small picklable object to every rank, over `group` or the default one."""
     if not is_distributed():
         return value
     box = [value]
-    torch_dist.broadcast_object_list(box)
+    torch_dist.broadcast_object_list(box, group=group)
     return box[0]
 
 

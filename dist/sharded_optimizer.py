@@ -149,7 +149,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._gather.wait()
 
     @torch.no_grad()
-    def clip_grad_norm(self, max_norm: float, grad_scale: float | Tensor = 1.0) -> Tensor:
+    def clip_grad_norm(
+        self,
+        max_norm: float,
+        grad_scale: float | Tensor = 1.0,
+        *,
+        summed: Tensor | None = None,
+    ) -> Tensor:
         """Divide all gradients by grad_scale, then scale them to a global norm of at most max_norm.
 
         One small reduction makes the norm, and with it the answer to whether any gradient is
@@ -159,6 +165,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Args:
             max_norm: above 0; infinity: divide and measure alone.
             grad_scale: what the loss was multiplied by; > 0, a number or a 0-d tensor.
+            summed: (any,) float32 on the weights' device: what the caller wants to be added over
+                the ranks, in place and in the same reduction.
 
         Returns:
             The norm after the division and before clipping, a 0-d tensor on the weights' device.
@@ -179,7 +187,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if shards:
             norms = [norm.float() for norm in torch._foreach_norm(shards, 2)]
             total = torch.stack(norms).square().sum()
-        norm = all_reduce_sum(total).sqrt() / grad_scale
+        if summed is None:
+            all_reduce_sum(total)
+        else:
+            together = all_reduce_sum(torch.cat([total.view(1), summed]))
+            total = together[0]
+            summed.copy_(together[1:])
+        norm = total.sqrt() / grad_scale
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0) / grad_scale
         factor = torch.where(torch.isfinite(norm), factor, 1.0)
         # Without our DDP it is the weights' own gradients that `step` will read.

@@ -295,7 +295,7 @@ def test_nans_that_follow_each_other_end_the_run_on_every_rank(tmp_path, data_di
         run_ranks(main_with_a_fault, 2, data_dir, tmp_path / "run", faults, **options)
     failures = caught.value.failures
     assert [failures[rank].kind for rank in (0, 1)] == ["DivergedError"] * 2
-    assert "2 steps in a row had no finite gradient, the last one step 6" in failures[0].message
+    assert "2 steps in a row had no update, the last one step 6" in failures[0].message
 
 
 # Mixed precision.

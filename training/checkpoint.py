@@ -7,24 +7,58 @@ file itself is checkpoint_file.py's.
 """
 
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as torch_dist
 from torch import Tensor, nn
 
-from data.tokenizer import fingerprint
 from dist.collectives import HALF_PRECISION, gather_objects, rank
 from dist.process_group import World, set_random_seed
 from dist.sharded_optimizer import ShardedOptimizer
-from dist.sharded_state import MASTER, NamedState
+from dist.sharded_state import MASTER, WEIGHT, NamedState, StateGather, TensorKind
+from training.archive import Record
 from training.checkpoint_file import FORMAT_VERSION, CheckpointError
 
-# Options that the shapes of weights need not show, and that change what the weights mean.
-READING = ("num_heads", "num_kv_heads", "qk_norm", "tie_weights", "rope_theta", "norm_eps")
-# Options that fix which windows a step trains on.
-DATA_ORDER = ("seed", "batch_size", "max_seq_len")
+
+class Collected:
+    """A checkpoint as of one step, not yet written: its content, and this rank's part of it.
+
+    Attributes:
+        content: on rank 0 the checkpoint, with a `Record` for each tensor of weights and optimizer
+            state; on other ranks empty.
+        tensors: this rank's part of those tensors; they are in use and change with the next step.
+    """
+
+    def __init__(
+        self,
+        content: Mapping[str, Any],
+        gather: StateGather | None,
+        records: Mapping[tuple[str, str], Record],
+        own: Sequence[tuple[Record, Tensor]],
+    ) -> None:
+        self.content = content
+        self._gather = gather
+        self._records = records
+        self._own = [record for record, _ in own]
+        self.tensors = [*(gather.tensors if gather is not None else ()), *(t for _, t in own)]
+
+    def pieces(
+        self, tensors: Sequence[Tensor], group: torch_dist.ProcessGroup | None
+    ) -> Iterator[tuple[Record, Tensor]]:
+        """Bring all tensors to rank 0, one at a time; every rank must run it to its end.
+
+        Args:
+            tensors: `self.tensors`, or copies of them.
+            group: over which they go; None: the default one.
+        """
+        count = len(tensors) - len(self._own)
+        if self._gather is not None:
+            for name, key, tensor in self._gather.pieces(tensors[:count], group):
+                yield self._records[name, key], tensor
+        yield from zip(self._own, tensors[count:], strict=True)
 
 
 def collect(
@@ -34,33 +68,54 @@ def collect(
     progress: Mapping[str, Any],
     config: Mapping[str, Any],
     tokenizer_json: str,
-) -> dict[str, Any]:
-    """Put a checkpoint together on rank 0; every rank must call it.
+    data_fingerprint: str,
+) -> Collected:
+    """Say what a checkpoint of this step consists of; every rank must call it.
 
     Args:
         model: unwrapped.
         optimizer: over its parameters, sharded or not.
-        progress: iteration, best_val_loss, skipped_steps and skipped_in_a_row.
+        progress: what says how far the run is: iteration, samples, best_val_loss, ...
         config: all options, flat.
         tokenizer_json: of the data.
-
-    Returns:
-        On rank 0 a dict that owns its memory (tensors on the CPU); on the others an empty one.
+        data_fingerprint: of the data.
     """
-    optimizer_state = _optimizer_state(optimizer, model)
+    gather = None
+    if isinstance(optimizer, ShardedOptimizer):
+        gather = optimizer.begin_gather_state(model.named_parameters(), with_weights=True)
     rng = gather_objects(_rng_state())
     if rank() != 0:
-        return {}
-    return {
-        "format_version": FORMAT_VERSION,
-        "model": _copied(model.state_dict()),
-        "optimizer": optimizer_state,
-        **progress,
-        "config": dict(config),
-        "tokenizer": tokenizer_json,
-        "scaler": None,  # of float16, which is not offered yet
-        "rng": rng,
-    }
+        return Collected({}, gather, {}, ())
+    records: dict[tuple[str, str], Record] = {}
+    own: list[tuple[Record, Tensor]] = []
+    if gather is not None:
+        state = gather.described
+        for name, entries in state.items():
+            for key, value in entries.items():
+                if isinstance(value, TensorKind):
+                    entries[key] = records[name, key] = Record(value.shape, value.dtype)
+    else:
+        state = _own_state(optimizer, model, own)
+    return Collected(
+        {
+            "format_version": FORMAT_VERSION,
+            "model": _weights(model, records, own),
+            "optimizer": {
+                name: {key: value for key, value in entries.items() if key != WEIGHT}
+                for name, entries in state.items()
+                if entries.keys() - {WEIGHT}
+            },
+            **progress,
+            "config": dict(config),
+            "tokenizer": tokenizer_json,
+            "data_fingerprint": data_fingerprint,
+            "scaler": None,  # of float16, which is not offered yet
+            "rng": rng,
+        },
+        gather,
+        records,
+        own,
+    )
 
 
 def restore(
@@ -104,59 +159,6 @@ def restore(
         set_random_seed(seed + 1_000_003 * checkpoint["iteration"], world.rank)
 
 
-def check_tokenizer(checkpoint: Mapping[str, Any], tokenizer_json: str) -> None:
-    """Refuse to train on with ids that mean other text.
-
-    Raises:
-        CheckpointError: the data folder's tokenizer is not the checkpoint's.
-    """
-    if fingerprint(checkpoint["tokenizer"]) != fingerprint(tokenizer_json):
-        raise CheckpointError(
-            "the data folder was prepared with another tokenizer than the checkpoint's: "
-            "give the data_dir that it was trained on"
-        )
-
-
-def check_architecture(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Refuse a model that would read the checkpoint's weights in another way.
-
-    Raises:
-        CheckpointError: names each such option with both values.
-    """
-    different = [name for name in READING if before.get(name, now[name]) != now[name]]
-    if different:
-        said = ", ".join(
-            f"{name} is {before[name]} there and {now[name]} here" for name in different
-        )
-        raise CheckpointError(f"the checkpoint is another model's: {said}")
-
-
-def check_data_order(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Refuse options by which the steps already done would not be the first ones of this run.
-
-    Raises:
-        CheckpointError: names each such option with both values.
-    """
-    different = [name for name in DATA_ORDER if before[name] != now[name]]
-    if (before["epochs"] is None) != (now["epochs"] is None):
-        different.append("epochs")
-    if different:
-        said = ", ".join(f"{name} {before[name]} -> {now[name]}" for name in different)
-        raise CheckpointError(
-            f"{said}: this would change which text each step trains on, and some would be seen "
-            "twice and some never; resume with the checkpoint's own values"
-        )
-
-
-def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Options that differ from those of the checkpoint, as `name: old -> new`."""
-    return [
-        f"{name}: {before.get(name)} -> {value}"
-        for name, value in now.items()
-        if name not in ("resume", "overwrite") and before.get(name) != value
-    ]
-
-
 def load_weights(checkpoint: Mapping[str, Any], model: nn.Module) -> None:
     """Copy a checkpoint's weights into a model of the same shape.
 
@@ -176,26 +178,49 @@ def load_weights(checkpoint: Mapping[str, Any], model: nn.Module) -> None:
     model.load_state_dict(held)
 
 
-def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copy to CPU memory of its own, tied tensors once: they stay tied in the file."""
-    copies: dict[tuple[Any, ...], Tensor] = {}
-    copied = {}
-    for name, tensor in tensors.items():
-        place = (tensor.data_ptr(), tensor.shape)
-        if place not in copies:
-            copies[place] = tensor.detach().to("cpu", copy=True)
-        copied[name] = copies[place]
-    return copied
+def _weights(
+    model: nn.Module,
+    gathered: Mapping[tuple[str, str], Record],
+    own: list[tuple[Record, Tensor]],
+) -> dict[str, Record]:
+    """A record for each entry of the model's state; tied ones have one, and stay tied in the file.
+
+    Args:
+        model: unwrapped.
+        gathered: records of the weights that the optimizer gathers.
+        own: records with their tensors; those of all other entries are added.
+    """
+    by_place: dict[tuple[Any, ...], Record] = {
+        _place(parameter): gathered[name, WEIGHT]
+        for name, parameter in model.named_parameters()
+        if (name, WEIGHT) in gathered
+    }
+    records = {}
+    for name, tensor in model.state_dict().items():
+        record = by_place.get(_place(tensor)) if tensor.numel() else None
+        if record is None:
+            record = by_place[_place(tensor)] = _own_record(tensor, own)
+        records[name] = record
+    return records
 
 
-def _optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> NamedState:
-    if isinstance(optimizer, ShardedOptimizer):
-        return optimizer.gather_state(model.named_parameters())
-    if rank() != 0:
-        return {}
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.shape, tensor.dtype
+
+
+def _own_record(tensor: Tensor, own: list[tuple[Record, Tensor]]) -> Record:
+    record = Record(tensor.shape, tensor.dtype)
+    own.append((record, tensor.detach()))
+    return record
+
+
+def _own_state(
+    optimizer: torch.optim.Optimizer, model: nn.Module, own: list[tuple[Record, Tensor]]
+) -> NamedState:
+    """State of an optimizer that is whole on every rank, by name, a record for each tensor."""
     return {
         name: {
-            key: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+            key: _own_record(value, own) if isinstance(value, Tensor) else value
             for key, value in optimizer.state[parameter].items()
         }
         for name, parameter in model.named_parameters()

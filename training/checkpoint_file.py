@@ -5,10 +5,14 @@ A file is a plain dict that `torch.load(path, weights_only=True, mmap=True)` rea
     format_version                               of this layout
     model                                        name -> tensor, no wrapper's prefix in the names
     optimizer                                    name -> state of that parameter, full tensors
-    iteration, best_val_loss                     how far the run is
-    skipped_steps, skipped_in_a_row              updates left out because a gradient was not finite
+    iteration, samples                           steps done, and where they are in the data
+    best_val_loss                                the lowest so far
+    skipped_steps, skipped_in_a_row              updates left out, and how many were the last ones
+    recent_grad_norms                            norms that the next ones are compared with
+    rollbacks                                    how often the run went back to a checkpoint
     config                                       all options, flat
     tokenizer                                    the text of tokenizer.json
+    data_fingerprint                             of the token files that the position is in
     scaler                                       of float16, which is not offered: None
     rng                                          random generators, a list by rank
 """
@@ -18,11 +22,14 @@ import os
 import re
 import shutil
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+
+from training.archive import ArchiveError, ArchiveWriter, Record, verify_archive
 
 FORMAT_VERSION = 1
 REQUIRED_KEYS = (
@@ -42,22 +49,35 @@ class CheckpointError(ValueError):
     """A checkpoint that cannot be used: the message says which file, and why."""
 
 
-def save(checkpoint: Mapping[str, Any], path: Path) -> None:
-    """Write a file that is complete under its name from the first moment on.
+def save(
+    checkpoint: Mapping[str, Any], path: Path, pieces: Iterable[tuple[Record, Tensor]] = ()
+) -> None:
+    """Write a file that is complete and read back under its name from the first moment on.
 
-    It is written beside its name, flushed to the disk, then renamed.
+    It is written beside its name, flushed to the disk, verified, then renamed.
+
+    Args:
+        checkpoint: see the top of this file; tensors that come later are `Record`s.
+        path: of the file.
+        pieces: the tensors that the records stand for, one at a time.
 
     Raises:
-        OSError: disk full, no permission, ...; nothing is left under either name.
+        OSError: disk full, no permission, other bytes read than written, ...; nothing is left
+            under the temporary name, and what was under the other is still there.
     """
     with _new_file(path) as temporary:
+        with open(temporary, "w+b") as file:
+            archive = ArchiveWriter(file, dict(checkpoint))
+            for record, tensor in pieces:
+                archive.write(record, tensor)
+            archive.close()
+            file.flush()
+            os.fsync(file.fileno())
         try:
-            with open(temporary, "wb") as file:
-                torch.save(dict(checkpoint), file)
-                file.flush()
-                os.fsync(file.fileno())
-        except RuntimeError as error:  # torch's writer hides the operating system's error
-            raise OSError(f"cannot write {path}: {_root_cause(error)}") from error
+            verify_archive(temporary)
+            _read(temporary)
+        except (ArchiveError, CheckpointError) as error:
+            raise OSError(f"{path} reads back other than it was written: {error}") from error
 
 
 def copy_whole(source: Path, path: Path) -> None:
@@ -91,19 +111,26 @@ def _new_file(path: Path) -> Iterator[Path]:
 
 
 def verify(path: Path) -> None:
-    """Read a checkpoint through and compare every record with its checksum.
+    """Read a checkpoint through and compare all that it holds with its checksums.
 
     Raises:
-        CheckpointError: as `load_checkpoint`, or a record is not what was written.
+        CheckpointError: as `load_checkpoint`, or a byte is not what was written, or weights and
+            optimizer state do not fit each other.
     """
-    load_checkpoint(path)
-    with zipfile.ZipFile(path) as archive:
-        try:
-            damaged = archive.testzip()
-        except (zipfile.BadZipFile, OSError, EOFError) as error:
-            damaged = str(error)
-    if damaged is not None:
-        raise CheckpointError(f"{path} is damaged: {damaged} has another checksum than was written")
+    checkpoint = load_checkpoint(path)
+    try:
+        verify_archive(path)
+    except (ArchiveError, OSError) as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from error
+    weights = checkpoint["model"]
+    for name, entries in checkpoint["optimizer"].items():
+        for key, value in entries.items():
+            # An entry has the weight's shape, or, one a row or a matrix, the beginning of it.
+            fits = name in weights and (
+                not isinstance(value, Tensor) or value.shape == weights[name].shape[: value.dim()]
+            )
+            if not fits:
+                raise CheckpointError(f"{path} is damaged: no weight fits {key} of {name}")
 
 
 def load_checkpoint(path: str | Path) -> dict[str, Any]:
@@ -115,14 +142,7 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
     path = Path(path)
     if not path.is_file():
         raise CheckpointError(f"checkpoint {path} does not exist{_what_is_there(path)}")
-    if not zipfile.is_zipfile(path):
-        raise CheckpointError(f"{path} is damaged or no checkpoint: it is not a complete archive")
-    try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:
-        raise CheckpointError(
-            f"{path} is damaged or no checkpoint of train_ddp.py ({_root_cause(error)})"
-        ) from error
+    checkpoint = _read(path)
     if not isinstance(checkpoint, dict) or "format_version" not in checkpoint:
         raise CheckpointError(f"{path} is no checkpoint of train_ddp.py")
     if checkpoint["format_version"] != FORMAT_VERSION:
@@ -132,6 +152,17 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
     if missing := [key for key in REQUIRED_KEYS if key not in checkpoint]:
         raise CheckpointError(f"{path} lacks {', '.join(missing)}")
     return checkpoint
+
+
+def _read(path: Path) -> Any:
+    if not zipfile.is_zipfile(path):
+        raise CheckpointError(f"{path} is damaged or no checkpoint: it is not a complete archive")
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:
+        raise CheckpointError(
+            f"{path} is damaged or no checkpoint of train_ddp.py ({_root_cause(error)})"
+        ) from error
 
 
 def checkpoint_path(folder: Path, iteration: int) -> Path:

@@ -1,7 +1,8 @@
 """A training run under way: what it consists of, and how far it is."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -9,46 +10,75 @@ from data.tokens import EpochWindows, PreparedData, RandomWindows, ValidationWin
 from dist.ddp import DDP
 from dist.process_group import World
 from model.transformer import Transformer
+from training.checkpoint_writer import CheckpointWriter
 from training.config import Config
 from training.console import say
+from training.interrupt import StopRequest
 from training.run_folder import RunFolder
+
+# What of a job a checkpoint holds.
+PROGRESS = (
+    "iteration",
+    "samples",
+    "best_val_loss",
+    "skipped_steps",
+    "skipped_in_a_row",
+    "recent_grad_norms",
+    "rollbacks",
+)
 
 
 @dataclass
 class Job:
-    """The parts of a run; only the last four change while it trains.
+    """The parts of a run; what stands after `stop` changes while it trains.
 
     Attributes:
         config: complete, nothing left to be filled in.
         world: the processes.
         data: the open token files.
+        data_fingerprint: of these.
         windows: where the global batches come from.
         val_windows: the fixed validation windows; None without validation.
         model: on its device, unwrapped.
         ddp: the same model, averaging its gradients over the ranks.
         optimizer: over the model's parameters.
         folder: of the run.
+        writer: of checkpoints.
         dtype: of matrix products.
+        stop: what may ask this process to save and leave.
         iteration: optimizer steps done.
+        samples: sequences that training has drawn from the data; the next one has this number.
         best_val_loss: lowest validation loss so far, in nats.
-        skipped_steps: steps without an update so far, because their gradient was not finite.
+        best_saved_before: the same without the checkpoint that is being written.
+        skipped_steps: steps without an update so far, see bad_steps.py.
         skipped_in_a_row: how many of them were the last ones.
+        recent_grad_norms: what the next gradient norm is compared with.
+        rollbacks: how often the run went back to a checkpoint because it diverged.
+        failed_saves: checkpoints that could not be written since the process started.
     """
 
     config: Config
     world: World
     data: PreparedData
+    data_fingerprint: str
     windows: RandomWindows | EpochWindows
     val_windows: ValidationWindows | None
     model: Transformer
     ddp: DDP
     optimizer: torch.optim.Optimizer
     folder: RunFolder
+    writer: CheckpointWriter
     dtype: torch.dtype
+    stop: StopRequest
     iteration: int = 0
+    samples: int = 0
     best_val_loss: float = math.inf
+    best_saved_before: float = math.inf
     skipped_steps: int = 0
     skipped_in_a_row: int = 0
+    recent_grad_norms: list[float] = field(default_factory=list)
+    rollbacks: int = 0
+    failed_saves: int = 0
 
     @property
     def is_rank_zero(self) -> bool:
@@ -70,14 +100,9 @@ class Job:
         return self.config.data.batch_size * self.config.model.max_seq_len
 
     @property
-    def progress(self) -> dict[str, int | float]:
+    def progress(self) -> dict[str, Any]:
         """How far the run is, as a checkpoint holds it."""
-        return {
-            "iteration": self.iteration,
-            "best_val_loss": self.best_val_loss,
-            "skipped_steps": self.skipped_steps,
-            "skipped_in_a_row": self.skipped_in_a_row,
-        }
+        return {name: getattr(self, name) for name in PROGRESS}
 
     def say(self, line: str) -> None:
         """Print a line, once for all ranks."""

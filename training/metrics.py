@@ -11,10 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from torch import Tensor
-
 from data.tokens import EpochWindows
-from dist.collectives import all_reduce_sum
 from training.console import say
 from training.hardware import peak_flops, peak_memory_gb
 from training.job import Job
@@ -138,28 +135,28 @@ def introduce(job: Job) -> None:
 
 
 def show_progress(
-    job: Job, metrics: Metrics, clock: StepClock, loss: Tensor, grad_norm: float
+    job: Job, metrics: Metrics, clock: StepClock, loss: float, grad_norm: float
 ) -> None:
-    """Log and print one step; every rank must call it.
+    """Log and print one step.
 
     Args:
         job: the run.
         metrics: where to log.
         clock: of the training steps.
-        loss: this rank's mean loss; shown is the mean over all ranks.
+        loss: mean over the global batch.
         grad_norm: before clipping.
     """
-    mean_loss = all_reduce_sum(loss / job.world.world_size).item()
     seconds = clock.seconds_per_step()
     tokens_per_second = job.tokens_per_step / seconds
     values = {
-        "loss_train": mean_loss,
+        "loss_train": loss,
         "lr": job.optimizer.param_groups[0]["lr"],
         "grad_norm": grad_norm,
         "tokens_per_second": tokens_per_second,
         "seconds_per_step": seconds,
         "memory_gb": peak_memory_gb(job.world.device),
         "skipped_steps": job.skipped_steps,
+        "failed_saves": job.failed_saves,
     }
     if peak := peak_flops(job.world.device, job.dtype):
         flops = tokens_per_second * job.model.num_flops_per_token()

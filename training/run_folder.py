@@ -1,14 +1,20 @@
 """The folder of one run: what lies where, who may start in it, and what is saved when.
 
     config.yaml  metrics.jsonl  tensorboard/  checkpoints/ckpt_00000500.pt ...  checkpoints/best.pt
+    status (run_status.py)  .lock (run_lock.py)
 
 Only rank 0 looks at the disk or writes to it; what it decides, all ranks do.
 """
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+from torch import Tensor
+
+from training import run_lock
+from training.archive import Record
 from training.checkpoint_file import (
     HALF_WRITTEN,
     CheckpointError,
@@ -22,15 +28,17 @@ from training.checkpoint_file import (
 )
 from training.command_line import CommandLineError
 from training.console import say
+from training.run_status import RUNNING, write_status
 
 # What a run leaves behind, by folder.
 RUN_FILES = (
     ("checkpoints", "ckpt_*.pt"),
-    ("checkpoints", "ckpt_*.pt.superseded"),
     ("checkpoints", "best.pt"),
-    ("checkpoints", "best.pt.superseded"),
+    ("checkpoints", "*.pt.superseded*"),
+    ("checkpoints", "*.pt.damaged*"),
     ("tensorboard", "events.out.tfevents.*"),
     (".", "metrics.jsonl"),
+    (".", "status"),
 )
 
 
@@ -50,30 +58,52 @@ class RunFolder:
         self.config = self.path / "config.yaml"
         self.best = self.checkpoints / "best.pt"
         self.keep_checkpoints = keep_checkpoints
+        self._lock: IO[str] | None = None
 
-    def choose_checkpoint(self, resume: str | None) -> str | None:
-        """The checkpoint to go on from, or None for a fresh start.
+    def enter(self, resume: str | None, agents: Sequence[str]) -> tuple[str | None, bool]:
+        """Let no other run use the folder as long as this process lives, and choose a checkpoint.
 
-        With "auto" it is the one of most steps, best.pt included. One that is damaged is reported
-        and the one before it is taken. A path that is given is taken or refused.
+        Args:
+            resume: of the options.
+            agents: `run_lock.agent()` of every rank.
+
+        Returns:
+            The checkpoint to go on from, or None for a fresh start; and whether the run before was
+            of this same launch, whose ranks were started anew: they go on as by "auto".
 
         Raises:
+            CommandLineError: another run uses the folder, or it cannot be created.
             CheckpointError: the given checkpoint, or every one in the folder, cannot be read.
         """
-        if resume is None:
-            return None
-        if resume != "auto":
-            verify(Path(resume))
-            return resume
+        if resume is not None and resume != "auto":
+            verify(Path(resume))  # before a folder is made for a misspelt name
+        self._lock = run_lock.lock(self.path)
+        is_restarted = run_lock.is_same_launch(self._lock, agents)
+        run_lock.sign(self._lock, agents)
+        if is_restarted or resume == "auto":
+            return self._newest_checkpoint(), is_restarted
+        return resume, False
+
+    def _newest_checkpoint(self) -> str | None:
+        """The checkpoint of most steps, best.pt included; damaged ones are set aside on the way."""
+        if self.best.exists():
+            self._is_whole(self.best)
         found = self._found()
         for _, path in reversed(found):
-            try:
-                verify(path)
+            if self._is_whole(path):
                 return str(path)
-            except CheckpointError as error:
-                say(f"not resumed from: {error}")
         if found:
-            raise CheckpointError(f"no checkpoint in {self.checkpoints} can be read")
+            raise CheckpointError(
+                f"no checkpoint in {self.checkpoints} can be read: start anew with --overwrite, "
+                "or choose another --out_dir"
+            )
+        return None
+
+    def last_good_checkpoint(self) -> str | None:
+        """The newest checkpoint whose last step had an update, or None."""
+        for _, path in reversed(self._found()):
+            if self._is_whole(path) and load_checkpoint(path).get("skipped_in_a_row", 0) == 0:
+                return str(path)
         return None
 
     def claim(self, resumed_from: str | None, iteration: int, overwrite: bool) -> bool:
@@ -104,16 +134,29 @@ class RunFolder:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             for half_written in self.checkpoints.glob(f".*{HALF_WRITTEN}"):
                 half_written.unlink()
-            for number, path in found if goes_on else []:
-                # After a resume from an older one, the later ones belong to another history.
-                if number > iteration:
-                    path.rename(path.with_name(path.name + ".superseded"))
-                    say(f"set aside {path}: later than {resumed_from}")
+            write_status(self.path, RUNNING)
         except OSError as error:
             raise CommandLineError(f"cannot use out_dir {self.path}: {error}") from error
+        return self.set_aside_later(iteration, resumed_from)
+
+    def set_aside_later(self, iteration: int, resumed_from: str | None) -> bool:
+        """After a resume from an older checkpoint, the later ones belong to another history.
+
+        Returns:
+            Whether there is a best.pt.
+        """
+        for number, path in self._found():
+            if number > iteration and _set_aside(path, "superseded"):
+                say(f"set aside {path}: later than {resumed_from}")
         return self.best.exists()
 
-    def save(self, checkpoint: Mapping[str, Any], is_best: bool, is_due: bool) -> str | None:
+    def save(
+        self,
+        checkpoint: Mapping[str, Any],
+        pieces: Iterable[tuple[Record, Tensor]],
+        is_best: bool,
+        is_due: bool,
+    ) -> str | None:
         """Write the numbered checkpoint of this iteration, best.pt, or both.
 
         Returns:
@@ -123,17 +166,33 @@ class RunFolder:
         iteration = checkpoint["iteration"]
         numbered = checkpoint_path(self.checkpoints, iteration)
         try:
-            if is_due:
-                save(checkpoint, numbered)
+            # The folder may have vanished meanwhile: the rest of the run can still be kept.
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+            save(checkpoint, numbered if is_due else self.best, pieces)
             if is_best and is_due:
                 copy_whole(numbered, self.best)
-            elif is_best:
-                save(checkpoint, self.best)
             if is_due:
                 delete_old(self.checkpoints, self.keep_checkpoints)
         except OSError as error:
             return f"checkpoint of step {iteration} not saved: {error}"
         return None
+
+    def write_status(self, status: str) -> None:
+        """Say to launchers how the run stands; a full disk keeps the last word."""
+        try:
+            write_status(self.path, status)
+        except OSError as error:
+            say(f"{self.path}: the status {status!r} is not written: {error}")
+
+    def _is_whole(self, path: Path) -> bool:
+        """Whether a checkpoint verifies; if not, it is set aside and named."""
+        try:
+            verify(path)
+        except CheckpointError as error:
+            aside = _set_aside(path, "damaged")
+            say(f"not resumed from: {error}" + (f"; set aside as {aside.name}" if aside else ""))
+            return False
+        return True
 
     def _found(self) -> list[tuple[int, Path]]:
         """All checkpoints in the folder with their iterations, in this order."""
@@ -154,3 +213,19 @@ class RunFolder:
         for folder, pattern in RUN_FILES:
             for path in (self.path / folder).glob(pattern):
                 path.unlink()
+
+
+def _set_aside(path: Path, why: str) -> Path | None:
+    """Rename a checkpoint that nothing shall find any more, and that is not ours to delete.
+
+    Returns:
+        The new name; None where the folder may not be written to.
+    """
+    for number in itertools.count():
+        aside = path.with_name(f"{path.name}.{why}{f'.{number}' if number else ''}")
+        if not aside.exists():
+            try:
+                return path.rename(aside)
+            except OSError:
+                return None
+    raise AssertionError("unreachable")

@@ -1,0 +1,146 @@
+"""How a run begins: afresh, from another run's weights, or where a checkpoint left off.
+
+Rank 0 alone looks at the disk and decides; what it decides, all ranks do.
+"""
+
+import math
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from data.tokens import EpochWindows
+from dist.collectives import all_gather_objects
+from training import checkpoint, resume
+from training.bad_steps import DivergedError
+from training.checkpoint_file import load_checkpoint, verify
+from training.config import ScheduleConfig, write_config
+from training.config_checks import with_length
+from training.job import PROGRESS, Job
+from training.run_lock import agent
+
+
+def resume_or_start(job: Job, schedule: ScheduleConfig) -> None:
+    """Go on from the checkpoint that the configuration asks for, or claim a fresh folder.
+
+    Ranks that torchrun started anew, after one of them was lost, go on by themselves.
+
+    Args:
+        job: the run, fresh.
+        schedule: as the user gave it.
+
+    Raises:
+        CheckpointError: a checkpoint that cannot be used.
+        CommandLineError: a folder that cannot be used.
+    """
+    config, folder, world = job.config.run, job.folder, job.world
+    agents = all_gather_objects(agent())
+    path, is_restarted = world.on_rank_zero(partial(folder.enter, config.resume, agents))
+    if path is not None:
+        saved = load_checkpoint(path)
+        resume.check(
+            saved,
+            job.config.to_dict(),
+            tokenizer_json=job.data.tokenizer_json,
+            data_fingerprint=job.data_fingerprint,
+            allowed=config.allow_changed,
+        )
+        restore(job, saved, schedule)
+        job.say(f"resumed from {path} after {job.iteration} steps")
+        now = job.config.to_dict()
+        for change in resume.changes(
+            saved,
+            now,
+            tokenizer_json=job.data.tokenizer_json,
+            data_fingerprint=job.data_fingerprint,
+        ):
+            job.say(f"  changed since: {change}")
+        for line in resume.schedule_changes(saved["config"], now, job.iteration):
+            job.say(f"  {line}")
+    elif config.init_from is not None:
+        start_from_weights(job, config.init_from)
+    overwrite = config.overwrite and not is_restarted
+    has_best = world.on_rank_zero(partial(folder.claim, path, job.iteration, overwrite))
+    if not has_best:  # what was best lies in another folder, or came later: find one here
+        job.best_val_loss = math.inf
+    if not (path is not None and job.is_last):
+        # As it was asked for: filled in, a longer run made of this file would keep this one's ends.
+        asked_for = replace(job.config, schedule=schedule)
+        world.on_rank_zero(partial(write_config, asked_for, folder.config))
+
+
+def start_from_weights(job: Job, path: str) -> None:
+    """Begin a new run with the weights of a checkpoint, and with nothing else of it."""
+    job.world.on_rank_zero(partial(verify, Path(path)))
+    saved = load_checkpoint(path)
+    resume.check_init(
+        saved,
+        job.config.to_dict(),
+        tokenizer_json=job.data.tokenizer_json,
+        allowed=job.config.run.allow_changed,
+    )
+    checkpoint.load_weights(saved, job.model)
+    job.say(f"weights taken from {path}, of step {saved['iteration']}; all else begins anew")
+
+
+def restore(
+    job: Job, saved: dict[str, Any], schedule: ScheduleConfig, samples: int | None = None
+) -> None:
+    """Take over everything that a checkpoint holds.
+
+    Args:
+        job: the run.
+        saved: the checkpoint.
+        schedule: as the user gave it: how many steps an epoch still has may depend on the position.
+        samples: position in the data, if it is not the checkpoint's.
+    """
+    checkpoint.restore(
+        saved,
+        model=job.model,
+        optimizer=job.optimizer,
+        world=job.world,
+        seed=job.config.run.seed,
+    )
+    for name in PROGRESS:
+        if name in saved:
+            setattr(job, name, saved[name])
+    job.samples = samples or resume.samples_done(saved, job.config.model.max_seq_len)
+    if isinstance(job.windows, EpochWindows):
+        asked_for = replace(job.config, schedule=schedule)
+        job.config = with_length(asked_for, job.windows.num_windows, job.iteration, job.samples)
+
+
+def go_back(job: Job, schedule: ScheduleConfig) -> None:
+    """Return to the last good checkpoint after too many steps in a row were left out.
+
+    The text that the run has seen since is passed over (as in PaLM, Chowdhery et al. 2022,
+    arXiv:2204.02311, section 5.1): seen again, it would lead to the same place.
+
+    Args:
+        job: the run.
+        schedule: as the user gave it.
+
+    Raises:
+        DivergedError: that is not wanted, was tried before, or there is no such checkpoint.
+    """
+    options = job.config.optimizer
+    diverged = f"{job.skipped_in_a_row} steps in a row had no update, the last one step"
+    diverged += f" {job.iteration}"
+    advice = "resume from a checkpoint with a lower lr_max"
+    if options.on_divergence == "stop":
+        raise DivergedError(f"{diverged}: {advice}")
+    if job.rollbacks > 0:
+        raise DivergedError(f"{diverged}, again after going back to a checkpoint: {advice}")
+    job.writer.finish()
+    path = job.world.on_rank_zero(job.folder.last_good_checkpoint)
+    if path is None:
+        raise DivergedError(f"{diverged}, and there is no good checkpoint to go back to: {advice}")
+    saved = load_checkpoint(path)
+    samples, skipped = job.samples, job.skipped_steps
+    restore(job, saved, schedule, samples)
+    job.skipped_steps = skipped
+    job.rollbacks += 1
+    has_best = job.world.on_rank_zero(partial(job.folder.set_aside_later, job.iteration, path))
+    if not has_best:
+        job.best_val_loss = math.inf
+    job.say(f"{diverged}: going back to {path}, and past the text seen since")
