@@ -27,8 +27,9 @@
 #   scancel --batch --signal=USR1 JOB    save, leave and go on in a new start
 #   sbatch --signal=B:USR1@600 ...       where saving may take longer
 #
-# Nothing is queued again after the last step, a crash or scancel. Exit status: that of srun, which
-# is 0 after the last step and after saving and leaving, 2 after a mistake, else 1 or above.
+# Nothing is queued again after the last step, a crash or scancel. The exit status is that of srun: 0
+# after the last step, and after saving and leaving for SIGUSR1 or --max_minutes; 2 after a wrong
+# option; 1 or above after a fault, a failed save, or a SIGTERM that torchrun has seen, too.
 
 #SBATCH --job-name=train_ddp
 #SBATCH --nodes=1

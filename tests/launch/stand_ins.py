@@ -5,6 +5,7 @@ PATH holds nothing else but the few tools that the launchers may use, so that wh
 """
 
 import shutil
+import signal
 import subprocess
 import time
 from dataclasses import dataclass, field
@@ -130,5 +131,7 @@ class Machine:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            # Where pytest itself runs in the background it is ignored, and bash would keep it so.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         return Started(records, process)

@@ -29,8 +29,11 @@ print("left by itself", flush=True)
 
 
 @pytest.fixture(autouse=True)
-def no_launcher(monkeypatch):
+def no_launcher_and_no_nohup(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 def listener(seconds: float = 0.0, **environment: str) -> subprocess.Popen[str]:
