@@ -26,7 +26,7 @@ pass_on() {
         has_ranks=yes
     done
     # Before there are ranks there is nothing to save, and torchrun may end as it is asked.
-    [[ -n $has_ranks || $signal == USR1 ]] || kill -s "$signal" "$torchrun" 2>/dev/null || true
+    [[ -n $has_ranks ]] || kill -s "$signal" "$torchrun" 2>/dev/null || true
 }
 
 # Some clusters signal every process of a task, so torchrun may notice after all: let it wait.

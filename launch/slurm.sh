@@ -29,7 +29,7 @@
 #
 # Nothing is queued again after the last step, a crash or scancel. The exit status is that of srun: 0
 # after the last step, and after saving and leaving for SIGUSR1 or --max_minutes; 2 after a wrong
-# option; 1 or above after a fault, a failed save, or a SIGTERM that torchrun has seen, too.
+# option; 1 or above after another mistake, a fault, a failed save, or a SIGTERM that torchrun saw.
 
 #SBATCH --job-name=train_ddp
 #SBATCH --nodes=1
@@ -147,8 +147,9 @@ marker=$(PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} python3 -m training.run_sta
 }
 
 options=(--resume auto "$@")
-if ((${SLURM_RESTART_COUNT:-0} > 0)) && compgen -G "${marker%/*}/checkpoints/*.pt" >/dev/null; then
-    options+=(--resume auto)
+if [[ -n $marker ]] && ((${SLURM_RESTART_COUNT:-0} > 0)); then
+    checkpoints=("$(dirname -- "$marker")"/checkpoints/*.pt)
+    [[ ! -e ${checkpoints[0]} ]] || options+=(--resume auto)
 fi
 
 # srun passes SIGUSR1 on, but at a SIGTERM it ends all tasks at once.
@@ -166,5 +167,5 @@ status=0
 wait_for "$step" || status=$?
 
 trap '' USR1 TERM # queueing again brings them, too
-[[ -z $marker ]] || requeue
+requeue
 exit "$status"

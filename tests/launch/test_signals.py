@@ -57,7 +57,10 @@ time.sleep(30)
 """
 SCONTROL = """
 case $1 in
-requeue) echo "requeue $2" >>"$RECORDS/events"; exit "${REQUEUE_STATUS:-0}" ;;
+requeue)
+    echo "requeue $2" >>"$RECORDS/events"
+    [[ ${REQUEUE_STATUS:-0} == 0 ]] || exit "$REQUEUE_STATUS"
+    kill -s TERM "$PPID" ;; # as Slurm ends the job that it is to start again
 *) [[ $2 == hostnames ]] && echo n1 || echo "${JOB_SAYS-JobState=RUNNING Reason=None}" ;;
 esac
 """
@@ -102,6 +105,13 @@ def test_next_start_has_the_options_of_the_first_and_its_own_checkpoint_wins(slu
     second = stopped(slurm, signal.SIGUSR1, *options, SLURM_RESTART_COUNT="1")
     assert second.options_of_the_training() == ["--resume", "auto", *options, "--resume", "auto"]
     assert second.events == ["rank listens", "saved", "requeue 4711"]
+
+
+def test_new_job_on_a_folder_with_checkpoints_starts_from_what_the_user_says(slurm):
+    stopped(slurm, signal.SIGUSR1)
+    options = ["--resume", "runs/b/checkpoints/best.pt"]
+    launch = slurm.run("slurm.sh", *options, DOES="finished")
+    assert launch.options_of_the_training() == ["--resume", "auto", *options]
 
 
 def test_next_start_without_a_checkpoint_begins_as_the_first(slurm):
@@ -197,6 +207,16 @@ def test_job_whose_folder_cannot_be_found_out_trains_and_says_that_it_ends(slurm
     assert launch.events == []
     assert launch.status == 0
     assert "will not be queued again" in launch.stderr
+
+
+def test_job_whose_folder_cannot_be_found_out_does_not_look_for_checkpoints_elsewhere(slurm):
+    """What is printed before a failure names no folder."""
+    (slurm.folder / "checkpoints").mkdir()
+    (slurm.folder / "checkpoints" / "best.pt").touch()
+    slurm.add("python3", f"echo '{slurm.folder}/status'; exit 1")
+    options = ["--resume", "runs/b/checkpoints/best.pt"]
+    launch = slurm.run("slurm.sh", *options, SLURM_RESTART_COUNT="1", DOES="finished")
+    assert launch.options_of_the_training() == ["--resume", "auto", *options]
 
 
 def test_slurm_asks_the_training_itself_which_folder_its_options_mean(slurm):
