@@ -138,6 +138,12 @@ echo "slurm.sh: job $SLURM_JOB_ID${SLURM_RESTART_COUNT:+, restart $SLURM_RESTART
     "$SLURM_NNODES node(s), $processes process(es) on each, $OMP_NUM_THREADS thread(s) each," \
     "meeting at $head:$port"
 
+# srun passes SIGUSR1 on, but at a SIGTERM it ends all tasks at once. Before there is a step, there
+# is nothing to save: a SIGUSR1, which would end this script, is passed over.
+step=
+trap '[[ -z $step ]] || kill -s USR1 "$step" 2>/dev/null || true' USR1
+trap '[[ -n $step ]] || exit 143; scancel --signal=TERM "$SLURM_JOB_ID" 2>/dev/null || true' TERM
+
 # Forget how an earlier start ended: what is there afterwards was written by this one. Only the
 # training's own parser knows which folder the options mean; a mistake would not get further there.
 marker=$(PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} python3 -m training.run_status forget "$@") || {
@@ -151,11 +157,6 @@ if [[ -n $marker ]] && ((${SLURM_RESTART_COUNT:-0} > 0)); then
     checkpoints=("$(dirname -- "$marker")"/checkpoints/*.pt)
     [[ ! -e ${checkpoints[0]} ]] || options+=(--resume auto)
 fi
-
-# srun passes SIGUSR1 on, but at a SIGTERM it ends all tasks at once.
-step=
-trap '[[ -z $step ]] || kill -s USR1 "$step" 2>/dev/null || true' USR1
-trap '[[ -n $step ]] || exit 143; scancel --signal=TERM "$SLURM_JOB_ID" 2>/dev/null || true' TERM
 
 srun "$root/launch/node.sh" --nnodes="$SLURM_NNODES" --nproc_per_node="$processes" \
     --rdzv_id="$SLURM_JOB_ID" --rdzv_backend=c10d --rdzv_endpoint="$head:$port" \

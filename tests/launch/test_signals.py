@@ -193,6 +193,13 @@ def test_sigterm_to_the_batch_shell_goes_to_the_tasks_and_not_to_srun(slurm):
     assert launch.status == 0
 
 
+def test_signal_before_there_is_a_step_does_not_end_the_job(slurm):
+    slurm.add("python3", "kill -s USR1 $PPID; echo $MARKER")
+    launch = slurm.run("slurm.sh", DOES="finished")
+    assert launch.called("srun")
+    assert launch.status == 0
+
+
 def test_wrong_option_ends_the_job_before_it_starts(slurm):
     slurm.add("python3", "echo 'unknown option outdir' >&2; exit 2")
     launch = slurm.run("slurm.sh", "--outdir", "a")
