@@ -94,8 +94,9 @@ def main() -> None:
     )
     resume_or_start(job, schedule)
     introduce(job)
-    train(job, schedule)
-    shut_down(world)
+    with job.stop.listening():  # to the very end: a second signal must not cut the last save short
+        train(job, schedule)
+        shut_down(world)
 
 
 def train(job: Job, schedule: ScheduleConfig) -> None:
@@ -117,27 +118,26 @@ def train(job: Job, schedule: ScheduleConfig) -> None:
         if job.is_last:  # a run of no steps at all still leaves what it is: the initial weights
             save_checkpoint(job, None, is_due=True)
     clock = StepClock()
-    with job.stop.listening():
-        while not job.is_last and leaves is None:
-            job.iteration += 1
-            loss, grad_norm, leaves = training_step(job)
-            if job.skipped_in_a_row >= job.config.optimizer.max_skipped_steps:
-                metrics.close()
-                go_back(job, schedule)
-                metrics = Metrics(job.folder, job.iteration, job.is_rank_zero)
-                continue
-            clock.count_step()
-            if job.is_due(options.log_interval) or job.iteration == 1 or job.is_last:
-                show_progress(job, metrics, clock, loss, grad_norm)
-            with clock.paused():
-                new_best = None
-                if job.is_due(options.val_interval) or job.is_last:
-                    await_checkpoint(job)
-                    new_best = validate(job, metrics)
-                is_due = job.is_due(options.checkpoint_interval) or job.is_last
-                if new_best is not None or is_due or leaves is not None:
-                    metrics.flush()
-                    save_checkpoint(job, new_best, is_due or leaves is not None)
+    while not job.is_last and leaves is None:
+        job.iteration += 1
+        loss, grad_norm, leaves = training_step(job)
+        if job.skipped_in_a_row >= job.config.optimizer.max_skipped_steps:
+            metrics.close()
+            go_back(job, schedule)
+            metrics = Metrics(job.folder, job.iteration, job.is_rank_zero)
+            continue
+        clock.count_step()
+        if job.is_due(options.log_interval) or job.iteration == 1 or job.is_last:
+            show_progress(job, metrics, clock, loss, grad_norm)
+        with clock.paused():
+            new_best = None
+            if job.is_due(options.val_interval) or job.is_last:
+                await_checkpoint(job)
+                new_best = validate(job, metrics)
+            is_due = job.is_due(options.checkpoint_interval) or job.is_last
+            if new_best is not None or is_due or leaves is not None:
+                metrics.flush()
+                save_checkpoint(job, new_best, is_due or leaves is not None)
     metrics.close()
     end(job, leaves)
 

@@ -11,6 +11,8 @@ import math
 import os
 import random
 import re
+import time
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -20,6 +22,8 @@ import numpy as np
 import torch
 import torch.distributed as torch_dist
 
+# How long rank 0 sleeps between two looks at who has come.
+SECONDS_BETWEEN_LOOKS = 0.005
 # One wait at the store; how many follow each other has no limit.
 STORE_WAIT = timedelta(seconds=60)
 
@@ -132,6 +136,7 @@ def init_process_group(
             f"the processes cannot meet at {address} ({_first_line(error)}): "
             "is the port in use, or a rank missing? Choose another MASTER_PORT"
         ) from error
+    store = torch_dist.PrefixStore(_fresh_token(store, rank, world_size, timeout), store)
     torch_dist.init_process_group(
         chosen,
         store=torch_dist.PrefixStore("process_group", store),
@@ -207,6 +212,51 @@ def _device(device: Device, local_rank: int, local_world_size: int) -> torch.dev
             f"start {gpus} processes, or use device cpu"
         )
     return torch.device("cuda", local_rank)
+
+
+def _fresh_token(store: Any, rank: int, world_size: int, timeout: timedelta) -> str:
+    """A name that these processes share, and none that met at this store before them.
+
+    torchrun keeps its store when it starts its ranks anew: without such a name in front of every
+    key they would read addresses, and decisions of rank 0, of the ranks that are gone. No variable
+    tells the old from the new in every case. So each rank says hello with a number of its own, rank
+    0 answers each number that it sees with its token, until all ranks have confirmed that.
+
+    Raises:
+        ProcessGroupError: a rank is missing.
+    """
+    if rank != 0:
+        hello = uuid.uuid4().hex
+        store.set(f"hello/{rank}", hello)
+        try:
+            store.wait([f"welcome/{hello}"], timeout)
+            token = store.get(f"welcome/{hello}").decode()
+            store.set(f"confirmed/{token}/{rank}", "")
+            store.wait([f"complete/{token}"], timeout)
+        except torch_dist.DistStoreError as error:
+            raise ProcessGroupError(
+                f"of {world_size} ranks some did not come within {timeout.total_seconds():g} s"
+            ) from error
+        return token
+    token = uuid.uuid4().hex
+    deadline = time.monotonic() + timeout.total_seconds()
+    missing = list(range(1, world_size))
+    answered: set[str] = set()
+    while missing := [r for r in missing if not store.check([f"confirmed/{token}/{r}"])]:
+        if time.monotonic() > deadline:
+            raise ProcessGroupError(
+                f"of {world_size} ranks {', '.join(map(str, missing))} did not come within "
+                f"{timeout.total_seconds():g} s"
+            )
+        for other in missing:
+            if store.check([f"hello/{other}"]):
+                hello = store.get(f"hello/{other}").decode()
+                if hello not in answered:
+                    store.set(f"welcome/{hello}", token)
+                    answered.add(hello)
+        time.sleep(SECONDS_BETWEEN_LOOKS)
+    store.set(f"complete/{token}", "")
+    return token
 
 
 def _wait_for(store: torch_dist.Store, key: str) -> str:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as torch_dist
 
 import dist.process_group
+from dist.collectives import all_gather_objects
 from dist.process_group import (
     ProcessGroupError,
     RankZeroError,
@@ -238,6 +239,41 @@ def wait_longer_than_the_timeout():
 
 def test_work_on_rank_zero_outlasts_the_timeout_of_the_process_group():
     assert run_distributed(wait_longer_than_the_timeout, 2, process_group=False) == ["done"] * 2
+
+
+def meet_again():
+    """As torchrun's restarted ranks do: anew, at the store where others met before."""
+    answers = []
+    for round_number in range(3):
+        world = init_process_group("gloo", "cpu", 20.0)
+        if world.rank == 0:
+            time.sleep(0.3)  # an answer of the round before would be there at once
+        answers.append(world.on_rank_zero(lambda number=round_number: f"round {number}"))
+        assert sum(all_gather_objects(world.rank)) == 3
+        torch_dist.barrier()
+        torch_dist.destroy_process_group()
+    return answers
+
+
+def test_ranks_that_are_started_anew_hear_nothing_of_those_before():
+    answers = run_distributed(meet_again, 3, process_group=False)
+    assert answers == [["round 0", "round 1", "round 2"]] * 3
+
+
+def meet_without_rank_two():
+    rank = int(os.environ["RANK"])
+    if rank == 2:
+        time.sleep(6)
+        return ""
+    with pytest.raises(ProcessGroupError) as caught:
+        init_process_group("gloo", "cpu", 2.0)
+    return str(caught.value)
+
+
+def test_a_rank_that_does_not_come_is_named():
+    rank_zero, rank_one, _ = run_distributed(meet_without_rank_two, 3, process_group=False)
+    assert rank_zero == "of 3 ranks 2 did not come within 2 s"
+    assert rank_one == "of 3 ranks some did not come within 2 s"
 
 
 def come_late(folder):
