@@ -285,6 +285,7 @@ def save_checkpoint(job: Job, new_best: float | None, is_due: bool) -> None:
         config=job.config.to_dict(),
         tokenizer_json=job.data.tokenizer_json,
         data_fingerprint=job.data_fingerprint,
+        in_shards=job.config.run.async_checkpoint,
     )
     job.writer.save(collected, new_best is not None, is_due)
 

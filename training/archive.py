@@ -25,7 +25,7 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -70,6 +70,16 @@ class Record:
     dtype: torch.dtype
 
 
+class BinaryWriter(Protocol):
+    """What an archive is written to."""
+
+    def write(self, data: Any, /) -> int:
+        """Take data, in whole or a part; returns how many bytes."""
+
+    def flush(self) -> None:
+        """Hand everything to the operating system."""
+
+
 class ArchiveWriter:
     """Writes an archive from front to back, each tensor when its values are there.
 
@@ -85,7 +95,7 @@ class ArchiveWriter:
         OSError: of the file. `write` and `close` raise it too, and ValueError from then on.
     """
 
-    def __init__(self, file: BinaryIO, content: Any) -> None:
+    def __init__(self, file: BinaryWriter, content: Any) -> None:
         stored: dict[Hashable, _StoredTensor] = {}
         description = io.BytesIO()
         _Pickler(description, protocol=2).dump(_describe(content, "content", stored))
@@ -291,7 +301,7 @@ def _read(number: int, start: int, end: int) -> bytes:
     return b"".join(bytes(chunk) for chunk in _chunks(number, start, end))
 
 
-def _write_all(file: BinaryIO, data: bytes | memoryview) -> None:
+def _write_all(file: BinaryWriter, data: bytes | memoryview) -> None:
     left = memoryview(data)
     while left:  # an unbuffered file may take a part only
         left = left[file.write(left) :]

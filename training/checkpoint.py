@@ -69,6 +69,7 @@ def collect(
     config: Mapping[str, Any],
     tokenizer_json: str,
     data_fingerprint: str,
+    in_shards: bool = False,
 ) -> Collected:
     """Say what a checkpoint of this step consists of; every rank must call it.
 
@@ -79,10 +80,12 @@ def collect(
         config: all options, flat.
         tokenizer_json: of the data.
         data_fingerprint: of the data.
+        in_shards: of weights, too, each rank gives its shard, as far as the optimizer has shards:
+            less to be copied than rank 0's whole ones.
     """
     gather = None
     if isinstance(optimizer, ShardedOptimizer):
-        gather = optimizer.begin_gather_state(model.named_parameters(), with_weights=True)
+        gather = optimizer.begin_gather_state(model.named_parameters(), with_weights=in_shards)
     rng = gather_objects(_rng_state())
     if rank() != 0:
         return Collected({}, gather, {}, ())

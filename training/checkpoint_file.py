@@ -21,15 +21,17 @@ import contextlib
 import os
 import re
 import shutil
+import threading
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
 from training.archive import ArchiveError, ArchiveWriter, Record, verify_archive
+from training.write_behind import WriteBehind
 
 FORMAT_VERSION = 1
 REQUIRED_KEYS = (
@@ -54,7 +56,8 @@ def save(
 ) -> None:
     """Write a file that is complete and read back under its name from the first moment on.
 
-    It is written beside its name, flushed to the disk, verified, then renamed.
+    It is written beside its name, flushed to the disk, verified, then renamed. It is verified while
+    it is being flushed: either way what is read comes from the same pages of memory.
 
     Args:
         checkpoint: see the top of this file; tensors that come later are `Record`s.
@@ -65,19 +68,43 @@ def save(
         OSError: disk full, no permission, other bytes read than written, ...; nothing is left
             under the temporary name, and what was under the other is still there.
     """
-    with _new_file(path) as temporary:
-        with open(temporary, "w+b") as file:
-            archive = ArchiveWriter(file, dict(checkpoint))
+    with _new_file(path) as temporary, open(temporary, "wb") as file:
+        with WriteBehind(file) as behind:
+            archive = ArchiveWriter(behind, dict(checkpoint))
             for record, tensor in pieces:
                 archive.write(record, tensor)
             archive.close()
-            file.flush()
-            os.fsync(file.fileno())
+        with _flushed_meanwhile(file):
+            try:
+                verify_archive(temporary)
+                _read(temporary)
+            except (ArchiveError, CheckpointError) as error:
+                raise OSError(f"{path} reads back other than written: {error}") from error
+
+
+@contextlib.contextmanager
+def _flushed_meanwhile(file: BinaryIO) -> Iterator[None]:
+    """Bring what was written to the disk, which needs no processor, beside what is done inside.
+
+    Raises:
+        OSError: it cannot be brought there.
+    """
+    failures: list[OSError] = []
+
+    def flush() -> None:
         try:
-            verify_archive(temporary)
-            _read(temporary)
-        except (ArchiveError, CheckpointError) as error:
-            raise OSError(f"{path} reads back other than it was written: {error}") from error
+            os.fsync(file.fileno())
+        except OSError as failure:
+            failures.append(failure)
+
+    thread = threading.Thread(target=flush)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+    if failures:
+        raise failures[0]
 
 
 def copy_whole(source: Path, path: Path) -> None:
