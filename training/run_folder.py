@@ -59,6 +59,7 @@ class RunFolder:
         self.best = self.checkpoints / "best.pt"
         self.keep_checkpoints = keep_checkpoints
         self._lock: IO[str] | None = None
+        self._agents: Sequence[str] = ()
 
     def enter(self, resume: str | None, agents: Sequence[str]) -> tuple[str | None, bool]:
         """Let no other run use the folder as long as this process lives, and choose a checkpoint.
@@ -78,10 +79,13 @@ class RunFolder:
         if resume is not None and resume != "auto":
             verify(Path(resume))  # before a folder is made for a misspelt name
         self._lock = run_lock.lock(self.path)
+        self._agents = agents
         is_restarted = run_lock.is_same_launch(self._lock, agents)
-        run_lock.sign(self._lock, agents)
+        # As this launch's own only once it is claimed: until then it may hold another run.
+        run_lock.sign(self._lock, agents if is_restarted else ())
         if is_restarted or resume == "auto":
-            return self._newest_checkpoint(), is_restarted
+            given = None if resume == "auto" else resume  # if it was lost before its first save
+            return self._newest_checkpoint() or given, is_restarted
         return resume, False
 
     def _newest_checkpoint(self) -> str | None:
@@ -135,6 +139,8 @@ class RunFolder:
             for half_written in self.checkpoints.glob(f".*{HALF_WRITTEN}"):
                 half_written.unlink()
             write_status(self.path, RUNNING)
+            if self._lock is not None:
+                run_lock.sign(self._lock, self._agents)
         except OSError as error:
             raise CommandLineError(f"cannot use out_dir {self.path}: {error}") from error
         return self.set_aside_later(iteration, resumed_from)

@@ -1,0 +1,112 @@
+"""A run folder has one run at a time, and a restarted launch knows its own."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.harness import ROOT
+from training import run_lock
+from training.command_line import CommandLineError
+from training.run_folder import RunFolder
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from training import run_lock
+file = run_lock.lock(Path(sys.argv[1]))
+run_lock.sign(file, ["an agent"])
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def holder(tmp_path):
+    """A process that has the lock of `tmp_path / "run"`."""
+    command = [sys.executable, "-c", HOLD, str(tmp_path / "run")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        yield process
+        process.kill()
+
+
+@pytest.fixture(autouse=True)
+def short_wait(monkeypatch):
+    monkeypatch.setattr(run_lock, "SECONDS_FOR_THE_LAST_ONE", 1.0)
+
+
+def test_a_folder_in_use_names_who_uses_it(tmp_path, holder):
+    with pytest.raises(CommandLineError, match=f"in use by another run .process {holder.pid} on"):
+        run_lock.lock(tmp_path / "run")
+
+
+def test_a_killed_holder_holds_nothing(tmp_path, holder):
+    os.kill(holder.pid, signal.SIGKILL)
+    begun = time.monotonic()
+    file = run_lock.lock(tmp_path / "run")  # at once, or as soon as the kernel has cleared it away
+    assert time.monotonic() - begun < 1.0
+    assert run_lock.is_same_launch(file, ["another", "an agent"])
+    assert not run_lock.is_same_launch(file, ["another", ""])
+
+
+def test_a_file_system_without_locks_is_used_without(tmp_path, monkeypatch, capsys):
+    def flock(*_):
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(run_lock.fcntl, "flock", flock)
+    run_lock.lock(tmp_path / "run")
+    assert "without locks" in capsys.readouterr().out
+
+
+def test_a_lock_file_of_rubbish_is_nobodys(tmp_path):
+    for rubbish in ("", "{", "[]", '{"agents": 3}', '{"agents": ["x"]}'):
+        (tmp_path / ".lock").write_text(rubbish)
+        with run_lock.lock(tmp_path) as file:
+            assert not run_lock.is_same_launch(file, ["y", ""])
+
+
+def test_an_agent_is_the_parent_that_torchrun_is(monkeypatch):
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    assert run_lock.agent() == ""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    assert str(os.getppid()) in run_lock.agent().split()
+    assert run_lock.agent() == run_lock.agent()
+
+
+def checkpointless(path: Path) -> RunFolder:
+    return RunFolder(str(path), keep_checkpoints=3)
+
+
+def test_a_launch_that_was_refused_the_folder_is_not_taken_for_its_owner(tmp_path):
+    """torchrun starts ranks anew after a mistake, too: they must not go on in another's run."""
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "ckpt_00000005.pt").write_bytes(b"another run's")
+    for _ in range(2):
+        folder = checkpointless(tmp_path)
+        assert folder.enter(None, ["me"]) == (None, False)
+        with pytest.raises(CommandLineError, match="holds a run of 5 steps"):
+            folder.claim(None, 0, overwrite=False)
+        assert folder._lock is not None
+        folder._lock.close()
+
+
+def test_a_launch_that_was_started_anew_goes_on_though_it_was_told_to_overwrite(tmp_path):
+    first = checkpointless(tmp_path)
+    first.enter(None, ["me"])
+    first.claim(None, 0, overwrite=True)
+    assert json.loads((tmp_path / ".lock").read_text())["agents"] == ["me"]
+    assert first._lock is not None
+    first._lock.close()
+    again = checkpointless(tmp_path)
+    assert again.enter(None, ["me", "a new node"]) == (None, True)
+    # What it was told to go on from counts as long as it has no checkpoint of its own.
+    assert again._lock is not None
+    again._lock.close()
