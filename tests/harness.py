@@ -3,7 +3,8 @@
 `run_distributed(function, world_size, *args)` runs a module-level function on every rank of a fresh
 process group and returns what the ranks returned. `run_torchrun(script, world_size, *args)` runs a
 real command and returns its exit status and output. Both bring every error back with its rank, end
-what hangs, and leave no process behind.
+what hangs, and leave no process behind. `start_distributed` and `start_torchrun` start the same for
+tests that kill, signal or watch the processes meanwhile.
 
 Importing torch takes seconds, a test should take a fraction of one. So workers are forked from a
 server that has imported everything and has started no thread: each is a new process with nothing
@@ -37,7 +38,16 @@ import torch.distributed as torch_dist
 from dist.process_group import World, init_process_group, shut_down
 
 ROOT = Path(__file__).resolve().parent.parent
-PRELOADED = ["hypothesis", "numpy", "pytest", "torch", "torch._dynamo", "tests.harness"]
+PRELOADED = [
+    "hypothesis",
+    "jsonargparse",
+    "numpy",
+    "pytest",
+    "torch",
+    "torch._dynamo",
+    "torch.utils.tensorboard",
+    "tests.harness",
+]
 WORKER_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 # What the ranks get to end by themselves once one of them has failed.
 SECONDS_AFTER_A_FAILURE = 10.0
@@ -107,6 +117,31 @@ def run_distributed(
         DistributedError: a rank raised, died or did not end.
     """
     __tracebackhide__ = True
+    group_timeout = timeout if process_group else None
+    with _started(function, world_size, args, group_timeout) as ranks:
+        return ranks.results(timeout)
+
+
+@contextlib.contextmanager
+def start_distributed(
+    function: Callable[..., Any], world_size: int, *args: Any
+) -> Iterator["Ranks"]:
+    """Start what `run_distributed` runs, for tests that do something to it meanwhile.
+
+    Forming the process group is left to the function, and to tests to say how long a wait may
+    take. What still runs at the end of the block is killed.
+    """
+    with _started(function, world_size, args, None) as ranks:
+        yield ranks
+
+
+@contextlib.contextmanager
+def _started(
+    function: Callable[..., Any],
+    world_size: int,
+    args: tuple[Any, ...],
+    group_timeout: float | None,
+) -> Iterator["Ranks"]:
     task = pickle.dumps((function, args))
     # Held here, as torchrun holds it: no port is free at one moment and taken at the next.
     store = torch_dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -118,17 +153,14 @@ def run_distributed(
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
     }
-    group_timeout = timeout if process_group else None
     with tempfile.TemporaryDirectory() as folder:
-        workers = []
+        workers: list[_Worker] = []
         try:
             for rank in range(world_size):
-                ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                of_rank = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
                 stacks = Path(folder, f"{rank}.txt")
-                workers.append(_Worker(rank, task, environment | ranks, group_timeout, stacks))
-            # Only now: the first of all workers waits while the server imports torch.
-            start = time.monotonic()
-            return _results(workers, start, start + timeout)
+                workers.append(_Worker(rank, task, environment | of_rank, group_timeout, stacks))
+            yield Ranks(workers)
         finally:
             for worker in workers:
                 worker.end()
@@ -138,6 +170,58 @@ def current_world() -> World:
     """In a function that `run_distributed` runs: what `init_process_group` returned."""
     assert _world is not None, "run_distributed(..., process_group=False) forms no group"
     return _world
+
+
+class Ranks:
+    """The running processes of `start_distributed`."""
+
+    def __init__(self, workers: list["_Worker"]) -> None:
+        self._workers = workers
+        # Only now: the first of all workers waits while the server imports torch.
+        self._start = time.monotonic()
+
+    @property
+    def are_running(self) -> bool:
+        """Whether none of them has ended."""
+        return all(worker.process.is_alive() for worker in self._workers)
+
+    def send(self, number: int, *ranks: int) -> None:
+        """Send a signal to some ranks, or to all; those that have ended are left alone."""
+        for worker in self._workers:
+            if (not ranks or worker.rank in ranks) and worker.process.is_alive():
+                assert worker.process.pid is not None
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(worker.process.pid, number)
+
+    def results(self, timeout: float) -> list[Any]:
+        """What `run_distributed` returns, or raises.
+
+        Args:
+            timeout: seconds since the start after which what still runs counts as failed.
+        """
+        __tracebackhide__ = True
+        return _results(self._workers, self._start, self._start + timeout)
+
+    def statuses(self, timeout: float) -> list[int]:
+        """Wait until all ranks have ended; their exit statuses by rank, -9 after SIGKILL.
+
+        Args:
+            timeout: seconds from now.
+
+        Raises:
+            AssertionError: a rank does not end; says where its threads stand.
+        """
+        deadline = time.monotonic() + timeout
+        for worker in self._workers:
+            worker.process.join(max(0.0, deadline - time.monotonic()))
+        hanging = [worker for worker in self._workers if worker.process.is_alive()]
+        for worker in hanging:
+            worker.ask_for_stacks()
+        if hanging:
+            time.sleep(0.5)
+            stacks = [f"rank {one.rank}:\n{one.hang(self._start).details}" for one in hanging]
+            raise AssertionError(f"did not end within {timeout} s: " + "\n".join(stacks))
+        return [worker.process.exitcode or 0 for worker in self._workers]
 
 
 class _Worker:

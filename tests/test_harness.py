@@ -20,6 +20,7 @@ from tests.harness import (
     run_python,
     run_torchrun,
     start_command,
+    start_distributed,
     start_torchrun,
 )
 
@@ -108,6 +109,43 @@ def test_a_killed_rank_is_named_with_its_signal():
         run_distributed(rank_one_kills_itself, 2, process_group=False)
     assert caught.value.failures[1].kind == "killed by signal 9"
     assert caught.value.results == {0: "fine"}
+
+
+def rank_one_leaves_first(folder):
+    rank = int(os.environ["RANK"])
+    if rank == 0:
+        time.sleep(600)
+    Path(folder, "gone").touch()
+    sys.exit(7)
+
+
+def test_ranks_are_signalled_one_by_one_and_tell_how_they_ended(tmp_path):
+    with start_distributed(rank_one_leaves_first, 2, str(tmp_path)) as ranks:
+        assert ranks.are_running
+        while not (tmp_path / "gone").exists():
+            time.sleep(0.01)
+        with pytest.raises(AssertionError, match=r"rank 0:\n(.|\n)*rank_one_leaves_first"):
+            ranks.statuses(timeout=0.5)
+        assert not ranks.are_running
+        ranks.send(signal.SIGKILL, 1)  # it is gone: nothing to do, and nothing to complain of
+        ranks.send(signal.SIGTERM, 0)
+        assert ranks.statuses(timeout=10) == [-signal.SIGTERM, 1]
+
+
+def test_ranks_that_still_run_end_with_their_block(tmp_path):
+    pids = []
+    with (
+        contextlib.suppress(ZeroDivisionError),
+        start_distributed(rank_zero_hangs, 2, str(tmp_path)) as ranks,
+    ):
+        while len(files := [file.read_text() for file in tmp_path.iterdir()]) < 2 or "" in files:
+            time.sleep(0.01)
+        pids = [int(pid) for file in files for pid in file.split()]
+        raise ZeroDivisionError
+    assert ranks.statuses(timeout=0)[0] == -signal.SIGKILL
+    time.sleep(0.1)
+    assert len(pids) == 4
+    assert not [pid for pid in pids if is_alive(pid)]
 
 
 SCRIPT = """
