@@ -7,6 +7,7 @@ Only rank 0 looks at the disk or writes to it; what it decides, all ranks do.
 """
 
 import itertools
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -30,15 +31,11 @@ from training.command_line import CommandLineError
 from training.console import say
 from training.run_status import RUNNING, write_status
 
-# What a run leaves behind, by folder.
+# What a run leaves behind, by folder; a user's ckpt_good.pt beside it is not of them.
 RUN_FILES = (
-    ("checkpoints", "ckpt_*.pt"),
-    ("checkpoints", "best.pt"),
-    ("checkpoints", "*.pt.superseded*"),
-    ("checkpoints", "*.pt.damaged*"),
-    ("tensorboard", "events.out.tfevents.*"),
-    (".", "metrics.jsonl"),
-    (".", "status"),
+    ("checkpoints", r"(ckpt_\d+|best)\.pt(\.(superseded|damaged)(\.\d+)?)?"),
+    ("tensorboard", r"events\.out\.tfevents\..*"),
+    (".", r"metrics\.jsonl|status"),
 )
 
 
@@ -217,8 +214,9 @@ class RunFolder:
     def _delete_run(self) -> None:
         """Delete what a run writes, and nothing else that may lie in the folder."""
         for folder, pattern in RUN_FILES:
-            for path in (self.path / folder).glob(pattern):
-                path.unlink()
+            for path in (self.path / folder).glob("*"):
+                if re.fullmatch(pattern, path.name):
+                    path.unlink()
 
 
 def _set_aside(path: Path, why: str) -> Path | None:
