@@ -17,8 +17,8 @@ Reduce-scatter and all-gather together move the bytes of the one all-reduce that
 Without our DDP every weight has its own, complete gradient, and step() gathers the weights at once.
 
 The wrapped optimizer must be elementwise: then it computes on a cut what it would on the whole. One
-that needs whole matrices says so by a class attribute `whole_matrices = True`, and gets stacks of
-them, (count, rows, columns), every rank as many.
+that needs whole matrices says so by `whole_matrices = True`, in a group or for all as a class
+attribute, and gets stacks of them, (count, rows, columns), every rank as many.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -97,7 +97,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._shards: list[Shard] = []
         self._gather: ParameterGather | None = None
         super().__init__(params, dict(kwargs))
-        self._shards_of_group = [self._lay_out(group["params"]) for group in self.param_groups]
+        self._shards_of_group = [self._lay_out(group) for group in self.param_groups]
         self._local = optimizer_cls(
             [
                 {**group, "params": _parameters(shards)}
@@ -230,7 +230,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if hasattr(self, "_local"):  # torch's constructor adds the first groups through here
             group = self.param_groups[-1]
             try:
-                self._shards_of_group.append(self._lay_out(group["params"]))
+                self._shards_of_group.append(self._lay_out(group))
             except (ValueError, RuntimeError):
                 self.param_groups.pop()
                 raise
@@ -335,12 +335,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._local.state.update(loaded)
         self._renew_local_parameters()
 
-    def _lay_out(self, weights: list[nn.Parameter]) -> list[Shard]:
-        """Lay weights into flat buckets and take this rank's share of each.
+    def _lay_out(self, group: Mapping[str, Any]) -> list[Shard]:
+        """Lay a group's weights into flat buckets and take this rank's share of each.
 
         Frozen weights lie apart: they have no state, and would leave some rank less than its share.
         """
-        if self._whole_matrices and any(weight.dim() != 2 for weight in weights):
+        weights: list[nn.Parameter] = group["params"]
+        whole_matrices = bool(group.get("whole_matrices", self._whole_matrices))
+        if whole_matrices and any(weight.dim() != 2 for weight in weights):
             raise ValueError("whole matrices are shared out here, and a parameter is none")
         places = [self._ddp.place_of(w) if self._ddp is not None else None for w in weights]
         check_same_order(weights, places)
@@ -354,10 +356,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 and (weight.is_floating_point() or weight.is_complex())
             ]
             if self._ddp is not None:
-                buckets += self._ddp.make_buckets(some, self._whole_matrices)
+                buckets += self._ddp.make_buckets(some, whole_matrices)
             else:
-                whole = self._whole_matrices
-                buckets += make_buckets(some, BUCKET_BYTES, world_size(), None, whole)
+                buckets += make_buckets(some, BUCKET_BYTES, world_size(), None, whole_matrices)
         reducers: list[Any] = [None] * len(buckets)
         if self._ddp is not None:
             reducers = list(self._ddp.scatter_gradients(buckets))
@@ -369,7 +370,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 buffer = torch.empty(bucket.padded_numel, dtype=bucket.dtype, device=bucket.device)
             else:
                 buffer = self._gather.add(bucket)
-            shards.append(Shard(bucket, buffer, self._whole_matrices, reducer))
+            shards.append(Shard(bucket, buffer, whole_matrices, reducer))
         self._shards += shards
         return shards
 

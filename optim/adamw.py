@@ -100,21 +100,24 @@ class AdamW(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            beta1, beta2 = group["betas"]
-            for step, params in self._parameters_by_step(group["params"]):
-                _update(
-                    params,
-                    [param.grad for param in params if param.grad is not None],
-                    [self.state[param]["exp_avg"] for param in params],
-                    [self.state[param]["exp_avg_sq"] for param in params],
-                    step=step,
-                    lr=group["lr"],
-                    beta1=beta1,
-                    beta2=beta2,
-                    eps=group["eps"],
-                    weight_decay=group["weight_decay"],
-                )
+            self._update_group(group)
         return loss
+
+    def _update_group(self, group: dict[str, Any]) -> None:
+        beta1, beta2 = group["betas"]
+        for step, params in self._parameters_by_step(group["params"]):
+            _update(
+                params,
+                [param.grad for param in params if param.grad is not None],
+                [self.state[param]["exp_avg"] for param in params],
+                [self.state[param]["exp_avg_sq"] for param in params],
+                step=step,
+                lr=group["lr"],
+                beta1=beta1,
+                beta2=beta2,
+                eps=group["eps"],
+                weight_decay=group["weight_decay"],
+            )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over the state and options of another AdamW, ours or torch's.

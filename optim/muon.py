@@ -1,0 +1,166 @@
+"""Muon: momentum whose every matrix is made orthogonal before it moves the weights.
+
+A gradient of a weight matrix is dominated by few directions, and a step along it hardly moves the
+rest. Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/) replaces the momentum by
+the nearest matrix with all singular values about 1, so that each direction learns equally fast.
+Newton-Schulz iterations do that with matrix products alone, which hardware likes best.
+
+It is for the matrices inside a network. Embeddings, the head and gains are AdamW's, and groups of
+both kinds stand in one optimizer.
+
+The step of a (rows, columns) matrix is scaled by sqrt(max(1, rows / columns)): then the change of a
+layer's output keeps its size whatever the width is, and with it the best learning rate (Bernstein &
+Newhouse 2024, arXiv:2409.20325; about 0.02 from GPT-2 124M to 1.5B in Jordan's runs).
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from optim.adamw import HALF_PRECISION, AdamW
+
+# Of the polynomial a x + b x^3 + c x^5: chosen by Jordan for the steepest slope at 0. It takes
+# singular values to between 0.7 and 1.2, which serves as well as 1.
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+NEWTON_SCHULZ_STEPS = 5
+EPS = 1e-7
+
+
+class Muon(AdamW):
+    """Muon for groups with `whole_matrices`, AdamW for the others.
+
+    With gradient g, for each matrix p of rows x columns, and Nesterov's momentum:
+
+        b <- momentum b + (1 - momentum) g
+        p <- p (1 - lr weight_decay)
+        p <- p - lr sqrt(max(1, rows / columns)) orthogonal(momentum b + (1 - momentum) g)
+
+    The state of such a parameter is `momentum_buffer` (b), float32 for 16-bit parameters. A
+    parameter is one matrix, or a stack of them, (count, rows, columns), as ShardedOptimizer gives
+    them; matrices of one shape go through each product together.
+
+    Args:
+        params: dicts of `params` with options of their own, as in torch. `whole_matrices: True`
+            makes a group Muon's; it may have `momentum` and `dtype`, too.
+        lr: learning rate; the groups differ by `lr_scale` (see optim/schedule.py) or their own lr.
+        momentum: share of the old momentum, in [0, 1).
+        dtype: of the Newton-Schulz products; float32 where the processor has no fast bfloat16, or
+            results must not depend on how many matrices are multiplied at once.
+        **adamw: options of AdamW.
+
+    Raises:
+        ValueError: a matrix group with something else than matrices, or an option out of range.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[dict[str, Any]],
+        lr: float = 0.02,
+        momentum: float = 0.95,
+        dtype: torch.dtype = torch.bfloat16,
+        **adamw: Any,
+    ) -> None:
+        self._options = {"momentum": momentum, "dtype": dtype}
+        super().__init__(params, lr=lr, **adamw)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of either kind.
+
+        Raises:
+            ValueError: see the class.
+        """
+        if param_group.get("whole_matrices", False):
+            param_group = {**self._options, **param_group}
+            if not 0 <= param_group["momentum"] < 1:
+                raise ValueError(f"momentum {param_group['momentum']} must be in [0, 1)")
+            param_group["params"] = list(param_group["params"])
+            for param in param_group["params"]:
+                if param.dim() not in (2, 3):
+                    raise ValueError(f"Muon is for matrices, not for shape {tuple(param.shape)}")
+        super().add_param_group(param_group)
+
+    def _update_group(self, group: dict[str, Any]) -> None:
+        if not group.get("whole_matrices", False):
+            super()._update_group(group)
+            return
+        by_shape: dict[tuple[Any, ...], list[Tensor]] = defaultdict(list)
+        for param in group["params"]:
+            if param.grad is not None:
+                by_shape[param.shape[-2:], param.dtype, param.device].append(param)
+        for params in by_shape.values():
+            self._update_matrices(params, group)
+
+    def _update_matrices(self, params: list[Tensor], group: dict[str, Any]) -> None:
+        """Update matrices of one shape, type and device."""
+        momentum = group["momentum"]
+        directions = []
+        for param in params:
+            assert param.grad is not None
+            state = self.state[param]
+            wide = torch.float32 if param.dtype in HALF_PRECISION else param.dtype
+            if not state:
+                state["momentum_buffer"] = torch.zeros_like(param, dtype=wide)
+            gradient = param.grad.to(wide)
+            buffer = state["momentum_buffer"].lerp_(gradient, 1 - momentum)
+            directions.append(gradient.lerp(buffer, momentum).view(-1, *param.shape[-2:]))
+        stack = directions[0] if len(directions) == 1 else torch.cat(directions)
+        updates = orthogonal(stack, group["dtype"]).split([len(part) for part in directions])
+        rows, columns = params[0].shape[-2:]
+        lr = group["lr"] * math.sqrt(max(1.0, rows / columns))
+        for param, update in zip(params, updates, strict=True):
+            param.mul_(1 - group["lr"] * group["weight_decay"])
+            param.sub_(lr * update.view_as(param).to(torch.promote_types(param.dtype, wide)))
+
+
+def orthogonal(stack: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """The nearest matrices with orthogonal rows (columns, if they are fewer), roughly.
+
+    Args:
+        stack: (count, rows, columns).
+        dtype: of the products.
+
+    Returns:
+        (count, rows, columns) of `dtype`, singular values between about 0.7 and 1.2; 0 stays 0.
+    """
+    is_tall = stack.shape[-2] > stack.shape[-1]
+    x = stack.mT if is_tall else stack
+    # The Frobenius norm is at least the spectral one, and below 1 the polynomial converges.
+    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
+    x = (x / norm.clamp(min=EPS)).to(dtype)
+    a, b, c = COEFFICIENTS
+    for _ in range(NEWTON_SCHULZ_STEPS):
+        gram = x @ x.mT
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, polynomial, x, beta=a)
+    return x.mT if is_tall else x
+
+
+def matrix_groups(
+    named_parameters: Iterable[tuple[str, Tensor]],
+    weight_decay: float,
+    is_inside: Callable[[str], bool],
+) -> list[dict[str, Any]]:
+    """Sort parameters into Muon's and AdamW's, and these into decayed and undecayed.
+
+    Args:
+        named_parameters: `model.named_parameters()`. Frozen parameters are left out.
+        weight_decay: of all matrices and embeddings.
+        is_inside: by name, whether a matrix is inside the network, not its embedding or head.
+
+    Returns:
+        Groups for `Muon`, those without parameters omitted.
+    """
+    trainable = [(name, p) for name, p in named_parameters if p.requires_grad]
+    inside = [p for name, p in trainable if p.ndim == 2 and is_inside(name)]
+    outside = [p for name, p in trainable if p.ndim >= 2 and not is_inside(name)]
+    vectors = [p for _, p in trainable if p.ndim < 2]
+    groups: list[dict[str, Any]] = [
+        {"params": inside, "weight_decay": weight_decay, "whole_matrices": True},
+        {"params": outside, "weight_decay": weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
