@@ -12,6 +12,7 @@ curve depends on configuration and seed alone, not on how many processes compute
 import contextlib
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,6 +37,7 @@ from model.loss import CrossEntropyLoss
 from model.transformer import Transformer
 from optim.adamw import AdamW, decay_groups
 from optim.clip import clip_grad_norm
+from optim.muon import Muon, matrix_groups
 from optim.schedule import learning_rate, set_learning_rate
 from prepare import prepare_default_corpus
 from training import checkpoint
@@ -169,7 +171,8 @@ def training_step(job: Job) -> tuple[float, float, str | None]:
     """
     world = job.world
     micro_steps = job.config.data.gradient_accumulation_steps
-    set_learning_rate(job.optimizer, lr_at(job))
+    job.lr = lr_at(job)
+    set_learning_rate(job.optimizer, job.lr)
     loss = torch.zeros((), device=world.device)
     for micro_step in range(micro_steps):
         inputs, targets = micro_batch(job, micro_step)
@@ -337,14 +340,32 @@ def make_model(config: Config, world: World) -> Transformer:
 
 
 def make_optimizer(config: Config, ddp: DDP) -> torch.optim.Optimizer:
-    """AdamW with decay on matrices alone; its state sharded over the ranks if wished."""
-    options = config.optimizer
-    groups = decay_groups(ddp.module.named_parameters(), options.weight_decay)
-    lr, betas, eps = config.schedule.lr_max, (options.beta1, options.beta2), options.eps
+    """AdamW or Muon with decay on matrices alone; state sharded over the ranks if wished."""
+    options, model = config.optimizer, ddp.module
+    assert isinstance(model, Transformer)
+    named, decay = list(model.named_parameters()), options.weight_decay
+    kwargs: dict[str, Any] = {
+        "lr": config.schedule.lr_max,
+        "betas": (options.beta1, options.beta2),
+        "eps": options.eps,
+    }
+    if options.optimizer == "muon":
+        optimizer_class: type[AdamW] = Muon
+        groups = matrix_groups(named, decay, model.row_blocks())
+        for group in groups:
+            if "whole_matrices" in group:
+                group["lr_scale"] = options.muon_lr / max(config.schedule.lr_max, 1e-30)
+        kwargs |= {
+            "momentum": options.muon_momentum,
+            "dtype": getattr(torch, config.device.dtype),
+        }
+    else:
+        optimizer_class = AdamW
+        groups = decay_groups(named, decay)
     needs_masters = config.device.param_dtype != "float32"
     if config.device.shard_optimizer and (ddp.collectives is not None or needs_masters):
-        return ShardedOptimizer(groups, AdamW, ddp=ddp, lr=lr, betas=betas, eps=eps)
-    return AdamW(groups, lr=lr, betas=betas, eps=eps)
+        return ShardedOptimizer(groups, optimizer_class, ddp=ddp, **kwargs)
+    return optimizer_class(groups, **kwargs)
 
 
 if __name__ == "__main__":

@@ -140,6 +140,28 @@ class Transformer(nn.Module):
                 x = block(x, angles, cache, positions, mask)
         return self.final_norm(x)
 
+    def row_blocks(self) -> dict[str, tuple[int, ...]]:
+        """The matrices inside the blocks, by name, with the rows of each map that they hold.
+
+        Queries, keys and values are one matrix here, as are gate and up; an optimizer that looks at
+        matrices as maps must take them for several.
+        """
+        blocks: dict[str, tuple[int, ...]] = {}
+        for number, block in enumerate(self.blocks):
+            for name, parameter in block.named_parameters():
+                if parameter.dim() != 2:
+                    continue
+                rows: tuple[int, ...] = (parameter.shape[0],)
+                if name == "attention.qkv.weight":
+                    config = self.config
+                    kv_heads = config.num_kv_heads or config.num_heads
+                    heads = (config.num_heads, kv_heads, kv_heads)
+                    rows = tuple(count * config.head_dim for count in heads)
+                elif name == "feed_forward.gate_up.weight":
+                    rows = (parameter.shape[0] // 2,) * 2
+                blocks[f"blocks.{number}.{name}"] = rows
+        return blocks
+
     def num_parameters(self) -> int:
         """Parameters, each physical one counted once."""
         return sum(parameter.numel() for parameter in self.parameters())

@@ -15,7 +15,7 @@ Newhouse 2024, arXiv:2409.20325; about 0.02 from GPT-2 124M to 1.5B in Jordan's 
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ class Muon(AdamW):
 
         b <- momentum b + (1 - momentum) g
         p <- p (1 - lr weight_decay)
-        p <- p - lr sqrt(max(1, rows / columns)) orthogonal(momentum b + (1 - momentum) g)
+        p <- p - lr sqrt(max(1, rows / columns)) orthogonal((1 - momentum) g + momentum b)
 
     The state of such a parameter is `momentum_buffer` (b), float32 for 16-bit parameters. A
     parameter is one matrix, or a stack of them, (count, rows, columns), as ShardedOptimizer gives
@@ -45,7 +45,9 @@ class Muon(AdamW):
 
     Args:
         params: dicts of `params` with options of their own, as in torch. `whole_matrices: True`
-            makes a group Muon's; it may have `momentum` and `dtype`, too.
+            makes a group Muon's; it may have `momentum` and `dtype`, too, and `row_blocks`, where a
+            matrix is several maps one below the other: their numbers of rows. Each then is made
+            orthogonal by itself.
         lr: learning rate; the groups differ by `lr_scale` (see optim/schedule.py) or their own lr.
         momentum: share of the old momentum, in [0, 1).
         dtype: of the Newton-Schulz products; float32 where the processor has no fast bfloat16, or
@@ -108,12 +110,15 @@ class Muon(AdamW):
             buffer = state["momentum_buffer"].lerp_(gradient, 1 - momentum)
             directions.append(gradient.lerp(buffer, momentum).view(-1, *param.shape[-2:]))
         stack = directions[0] if len(directions) == 1 else torch.cat(directions)
-        updates = orthogonal(stack, group["dtype"]).split([len(part) for part in directions])
-        rows, columns = params[0].shape[-2:]
-        lr = group["lr"] * math.sqrt(max(1.0, rows / columns))
+        rows, columns = stack.shape[-2:]
+        blocks = [
+            orthogonal(block, group["dtype"]) * math.sqrt(max(1.0, block.shape[-2] / columns))
+            for block in stack.split(list(group.get("row_blocks", (rows,))), dim=-2)
+        ]
+        updates = torch.cat(blocks, dim=-2).to(stack.dtype).split([len(d) for d in directions])
         for param, update in zip(params, updates, strict=True):
             param.mul_(1 - group["lr"] * group["weight_decay"])
-            param.sub_(lr * update.view_as(param).to(torch.promote_types(param.dtype, wide)))
+            param.sub_(group["lr"] * update.view_as(param))
 
 
 def orthogonal(stack: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -142,25 +147,34 @@ def orthogonal(stack: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 def matrix_groups(
     named_parameters: Iterable[tuple[str, Tensor]],
     weight_decay: float,
-    is_inside: Callable[[str], bool],
+    row_blocks: Mapping[str, tuple[int, ...]],
 ) -> list[dict[str, Any]]:
     """Sort parameters into Muon's and AdamW's, and these into decayed and undecayed.
 
     Args:
         named_parameters: `model.named_parameters()`. Frozen parameters are left out.
         weight_decay: of all matrices and embeddings.
-        is_inside: by name, whether a matrix is inside the network, not its embedding or head.
+        row_blocks: by name the matrices inside the network, not its embedding or head, with the
+            rows of each map that they hold one below the other.
 
     Returns:
         Groups for `Muon`, those without parameters omitted.
     """
     trainable = [(name, p) for name, p in named_parameters if p.requires_grad]
-    inside = [p for name, p in trainable if p.ndim == 2 and is_inside(name)]
-    outside = [p for name, p in trainable if p.ndim >= 2 and not is_inside(name)]
-    vectors = [p for _, p in trainable if p.ndim < 2]
+    inside: dict[tuple[int, ...], list[Tensor]] = {}
+    for name, parameter in trainable:
+        if name in row_blocks:
+            inside.setdefault(row_blocks[name], []).append(parameter)
+    outside = [p for name, p in trainable if name not in row_blocks]
     groups: list[dict[str, Any]] = [
-        {"params": inside, "weight_decay": weight_decay, "whole_matrices": True},
-        {"params": outside, "weight_decay": weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
+        {
+            "params": matrices,
+            "weight_decay": weight_decay,
+            "whole_matrices": True,
+            "row_blocks": blocks,
+        }
+        for blocks, matrices in inside.items()
     ]
+    groups.append({"params": [p for p in outside if p.ndim >= 2], "weight_decay": weight_decay})
+    groups.append({"params": [p for p in outside if p.ndim < 2], "weight_decay": 0.0})
     return [group for group in groups if group["params"]]

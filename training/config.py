@@ -66,14 +66,20 @@ class ScheduleConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """Optimizer (AdamW)"""
+    """Optimizer"""
 
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """AdamW for all, or Muon for the matrices inside the blocks and AdamW for the rest."""
+    muon_lr: float = 0.02
+    """Highest learning rate of Muon's matrices; warm-up and decay are those of lr_max."""
+    muon_momentum: float = 0.95
+    """Muon's share of the old momentum in the new."""
     beta1: float = 0.9
-    """Decay of the first moment."""
+    """AdamW's decay of the first moment."""
     beta2: float = 0.95
-    """Decay of the second moment."""
+    """AdamW's decay of the second moment."""
     eps: float = 1e-8
-    """Added to the root of the second moment."""
+    """Added by AdamW to the root of the second moment."""
     weight_decay: float = 0.1
     """Decoupled decay, on matrices only."""
     max_norm: float = 1.0

@@ -39,6 +39,7 @@ def check(config: Config, world_size: int) -> None:
         lr_max=schedule.lr_max,
         lr_min=schedule.lr_min or 0.0,
         weight_decay=optimizer.weight_decay,
+        muon_lr=optimizer.muon_lr,
         seed=run.seed,
     )
     if not problems and data.batch_size % (world_size * data.gradient_accumulation_steps):
@@ -54,7 +55,7 @@ def check(config: Config, world_size: int) -> None:
     for name in ("max_norm", "eps"):
         if not getattr(optimizer, name) > 0:
             problems.append(f"{name} is {getattr(optimizer, name)}, it must be above 0")
-    for name in ("beta1", "beta2"):
+    for name in ("beta1", "beta2", "muon_momentum"):
         if not 0.0 <= getattr(optimizer, name) < 1.0:
             problems.append(f"{name} is {getattr(optimizer, name)}, it must be in [0, 1)")
     bucket_cap_mb = config.device.bucket_cap_mb

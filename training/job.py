@@ -55,6 +55,7 @@ class Job:
         recent_grad_norms: what the next gradient norm is compared with.
         rollbacks: how often the run went back to a checkpoint because it diverged.
         failed_saves: checkpoints that could not be written since the process started.
+        lr: learning rate of the last step.
     """
 
     config: Config
@@ -79,6 +80,7 @@ class Job:
     recent_grad_norms: list[float] = field(default_factory=list)
     rollbacks: int = 0
     failed_saves: int = 0
+    lr: float = 0.0
 
     @property
     def is_rank_zero(self) -> bool:

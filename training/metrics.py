@@ -150,7 +150,7 @@ def show_progress(
     tokens_per_second = job.tokens_per_step / seconds
     values = {
         "loss_train": loss,
-        "lr": job.optimizer.param_groups[0]["lr"],
+        "lr": job.lr,
         "grad_norm": grad_norm,
         "tokens_per_second": tokens_per_second,
         "seconds_per_step": seconds,

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from model.config import ModelConfig
 from model.transformer import INITIAL_HEAD_STD, Transformer
 from tests.model.small_models import lively_model, random_ids, small_config
 
@@ -274,3 +275,16 @@ def test_names_of_weights_are_plain():
         "blocks.1.feed_forward.gate_up.weight",
     } <= names
     assert len(names) == 3 + 2 * 8
+
+
+def test_row_blocks_name_every_matrix_of_the_blocks_with_the_maps_that_it_holds():
+    config = ModelConfig(d_model=32, num_layers=2, num_heads=4, num_kv_heads=2, d_ff=48)
+    model = Transformer(config.resolve(100))
+    blocks = model.row_blocks()
+    named = dict(model.named_parameters())
+    inside = {name for name, p in named.items() if p.dim() == 2 and name.startswith("blocks.")}
+    assert blocks.keys() == inside
+    assert all(sum(rows) == named[name].shape[0] for name, rows in blocks.items())
+    assert blocks["blocks.1.attention.qkv.weight"] == (32, 16, 16)
+    assert blocks["blocks.0.feed_forward.gate_up.weight"] == (48, 48)
+    assert blocks["blocks.0.feed_forward.down.weight"] == (32,)

@@ -158,15 +158,32 @@ class Network(nn.Module):
 
 
 def groups_of(model: Network) -> list[dict]:
-    return matrix_groups(model.named_parameters(), 0.1, lambda name: name.startswith("inside"))
+    names = [name for name, p in model.inside.named_parameters(prefix="inside") if p.ndim == 2]
+    blocks = dict.fromkeys(names[:2], (8,)) | {names[2]: (5, 3), names[3]: (6,)}
+    return matrix_groups(model.named_parameters(), 0.1, blocks)
 
 
 def test_each_parameter_is_in_the_group_that_it_belongs_to():
-    inside, outside, vectors = groups_of(Network())
-    assert [tuple(p.shape) for p in inside["params"]] == [(8, 8)] * 3 + [(6, 8)]
+    *inside, outside, vectors = groups_of(Network())
+    assert [len(group["params"]) for group in inside] == [2, 1, 1]
+    assert [group["row_blocks"] for group in inside] == [(8,), (5, 3), (6,)]
+    assert all(group["whole_matrices"] for group in inside)
     assert [tuple(p.shape) for p in outside["params"]] == [(13, 8), (13, 6)]
     assert [p.ndim for p in vectors["params"]] == [1] * 4
-    assert [g["weight_decay"] for g in (inside, outside, vectors)] == [0.1, 0.1, 0.0]
+    decays = [group["weight_decay"] for group in (*inside, outside, vectors)]
+    assert decays == [0.1, 0.1, 0.1, 0.1, 0.0]
+
+
+def test_maps_that_lie_one_below_the_other_are_made_orthogonal_each_by_itself():
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.zeros(10, 4))
+    group = {"params": [weight], "whole_matrices": True, "row_blocks": (7, 2, 1)}
+    optimizer = Muon([group], lr=1.0, momentum=0.0, dtype=torch.float32)
+    weight.grad = torch.randn(10, 4)
+    optimizer.step()
+    for part, gradient in zip(weight.split([7, 2, 1]), weight.grad.split([7, 2, 1]), strict=True):
+        expected = -reference_orthogonal(gradient) * math.sqrt(max(1, len(part) / 4))
+        torch.testing.assert_close(part.double(), expected, rtol=1e-4, atol=1e-4)
 
 
 def trained(sharded: bool, saved: tuple | None, steps: range) -> tuple:
