@@ -1,0 +1,67 @@
+"""What a save costs in memory, as the kernel counts it: no rank but rank 0 holds anything of others'
+parts of the state, and rank 0 only what is on its way to the disk."""
+
+import ctypes
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from tests.dist.test_sharded_state import memory_of_this_process
+from tests.resuming import prepared, start
+from tests.tiny import run_main
+
+# 8.5 million parameters, most of them in matrices of a megabyte, in buckets of one megabyte.
+SHAPE = {"d_model": 256, "d_ff": 1024, "num_layers": 8, "num_heads": 4, "bucket_cap_mb": 1}
+BUCKET = 1 << 20
+RANKS = 4
+
+
+def grown_by_saving(argv: list[str]) -> tuple[list[int], int]:
+    """Bytes that this process grew by, at most, during each save; and of the model's weights."""
+    import train_ddp
+
+    libc = ctypes.CDLL(None)
+    # Otherwise what one save frees could hide what the next one takes.
+    libc.mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD: what is freed is the kernel's again at once
+    libc.mallopt(-8, 1)  # M_ARENA_MAX: threads keep none for themselves
+    grown: list[int] = []
+    weights = 0
+    save_checkpoint = train_ddp.save_checkpoint
+
+    def measuring(job: Any, new_best: float | None, is_due: bool) -> None:
+        nonlocal weights
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew here
+        before = memory_of_this_process("VmRSS")
+        save_checkpoint(job, new_best, is_due)
+        assert train_ddp.await_checkpoint(job) is None
+        grown.append(memory_of_this_process("VmHWM") - before)
+        weights = sum(parameter.nbytes for parameter in job.model.parameters())
+
+    with mock.patch.object(train_ddp, "save_checkpoint", measuring):
+        run_main(argv)
+    return grown, weights
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux tells peak memory")
+@pytest.mark.parametrize("is_async", ["false", "true"])
+def test_a_save_of_four_ranks_takes_copies_of_their_own_parts_at_most(tmp_path, is_async):
+    data_dir = prepared(tmp_path)
+    options = {**SHAPE, "async_checkpoint": is_async, "batch_size": 4, "max_seq_len": 32}
+    options |= {"iterations": 4, "checkpoint_interval": 1, "val_interval": 0}
+    (of_rank_zero, weights), *others = start(
+        grown_by_saving, RANKS, data_dir, tmp_path / "run", **options
+    )
+    assert weights > 30e6
+    # A shard of the weights and of both moments, in memory that later saves use again.
+    copies = 3 * weights // RANKS if is_async == "true" else 0
+    for (first, *later), _ in others:
+        assert first <= copies + BUCKET
+        assert max(later) <= BUCKET
+    # What is being written, checksummed and read back, a few megabytes of each, whatever the
+    # model's size; whole, the others' parts would be more than twice the weights.
+    first, *later = of_rank_zero
+    assert max(later) <= weights / 2
+    # In the first save it looks at the others' weights in memory that they share with it.
+    assert first <= copies + weights + weights / 2
