@@ -67,12 +67,17 @@ Fault = Callable[[Watched], None]
 
 @dataclass
 class Run:
-    """A run folder, the options of the run in it, and what its last start did."""
+    """A run folder, the options of the run in it, and what its last start did.
+
+    Two runs may use one folder; then each needs a name of its own, under which it notes what it
+    does beside the folder.
+    """
 
     out_dir: Path
     data_dir: Path
     options: dict[str, Any]
     world_size: int = 2
+    name: str = "notes"
 
     @property
     def checkpoints(self) -> Path:
@@ -85,9 +90,7 @@ class Run:
         self.notes.touch()
         for log in self._logs():
             log.unlink(missing_ok=True)
-        places = {"data_dir": self.data_dir, "out_dir": self.out_dir}
-        argv = flags(**{**TINY, **places, **self.options, **options})
-        task = (argv, str(self.notes), faults)
+        task = (self.argv(**options), str(self.notes), faults)
         try:
             with start_distributed(train_as_rank, self.world_size, *task) as ranks:
                 yield ranks
@@ -95,8 +98,14 @@ class Run:
             # TensorBoard reads files in the order of their names, which begin with the second of
             # their birth: torchrun cannot start two runs within one, these tests can.
             board = self.out_dir / "tensorboard"
-            for path in board.glob("events.out.tfevents.*.*.*"):
-                path.rename(board / f"events.out.tfevents.{len(list(board.iterdir())):010d}")
+            for path in sorted(board.glob("events.out.tfevents.*.*.*")):
+                number = len(list(board.glob("events.out.tfevents.0*")))  # now is 1..., in seconds
+                path.rename(board / f"events.out.tfevents.{number:010d}")
+
+    def argv(self, **options: Any) -> list[str]:
+        """The script's arguments, where these options win over the run's own."""
+        places = {"data_dir": self.data_dir, "out_dir": self.out_dir}
+        return flags(**{**TINY, **places, **self.options, **options})
 
     def to_its_end(self, *faults: Fault, **options: Any) -> list[int]:
         """Start the ranks and wait; their exit statuses."""
@@ -109,7 +118,7 @@ class Run:
 
     @property
     def notes(self) -> Path:
-        return self.out_dir.with_name(f"{self.out_dir.name}.notes")
+        return self.out_dir.with_name(f"{self.out_dir.name}.{self.name}")
 
     def _logs(self) -> list[Path]:
         return [Path(f"{self.notes}.{rank}") for rank in range(self.world_size)]

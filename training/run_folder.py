@@ -177,7 +177,7 @@ class RunFolder:
             if is_due:
                 delete_old(self.checkpoints, self.keep_checkpoints)
         except OSError as error:
-            return f"checkpoint of step {iteration} not saved: {error}"
+            return f"checkpoint of step {iteration} not saved in {self.checkpoints}: {error}"
         return None
 
     def write_status(self, status: str) -> None:
