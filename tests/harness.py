@@ -185,6 +185,11 @@ class Ranks:
         """Whether none of them has ended."""
         return all(worker.process.is_alive() for worker in self._workers)
 
+    @property
+    def pids(self) -> list[int | None]:
+        """Process ids by rank."""
+        return [worker.process.pid for worker in self._workers]
+
     def send(self, number: int, *ranks: int) -> None:
         """Send a signal to some ranks, or to all; those that have ended are left alone."""
         for worker in self._workers:

@@ -167,8 +167,14 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
         CheckpointError: missing, damaged, not a checkpoint, or it wants to run code.
     """
     path = Path(path)
-    if not path.is_file():
-        raise CheckpointError(f"checkpoint {path} does not exist{_what_is_there(path)}")
+    try:
+        # Opened, not asked for: where a network file system remembers for a while that there was
+        # no such file, a rank would otherwise refuse what rank 0 has found.
+        open(path, "rb").close()
+    except FileNotFoundError:
+        raise CheckpointError(f"checkpoint {path} does not exist{_what_is_there(path)}") from None
+    except OSError as error:
+        raise CheckpointError(f"checkpoint {path} cannot be read: {error.strerror}") from error
     checkpoint = _read(path)
     if not isinstance(checkpoint, dict) or "format_version" not in checkpoint:
         raise CheckpointError(f"{path} is no checkpoint of train_ddp.py")
