@@ -8,7 +8,10 @@ import signal
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from operator import add
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -20,6 +23,7 @@ import prepare
 from data.tokens import EpochWindows, RandomWindows
 from tests.harness import DistributedError, run_distributed
 from tests.tiny import TINY, flags, run_main, write_corpus
+from training import interrupt
 from training.checkpoint_file import checkpoint_path, load_checkpoint
 
 Window = tuple[int, ...]
@@ -59,13 +63,16 @@ class Leg:
     draws: list[tuple[float, float, float]] = field(default_factory=list)
 
 
-def run_leg(argv: list[str], last_step: int | None = None, draws: bool = False) -> Leg:
-    """The job, which its last rank is told to leave after a step by SIGTERM.
+def run_leg(
+    argv: list[str], last_step: int | None = None, draws: bool = False, why: str = "SIGTERM"
+) -> Leg:
+    """The job, which its last rank is asked to leave after a step.
 
     Args:
         argv: options.
         last_step: number of that step; None: it runs to its end.
         draws: take a number from every random generator before each step.
+        why: a signal, or "max_minutes": its clock goes on by an hour.
     """
     import random
 
@@ -80,7 +87,7 @@ def run_leg(argv: list[str], last_step: int | None = None, draws: bool = False) 
         if draws:
             leg.draws.append((torch.rand(()).item(), np.random.rand(), random.random()))
         if step == last_step and job.world.rank == job.world.world_size - 1:
-            signal.raise_signal(signal.SIGTERM)
+            ask_to_leave(why)
         return training_step(job)
 
     def noting(rows: Any) -> Any:
@@ -103,6 +110,15 @@ def run_leg(argv: list[str], last_step: int | None = None, draws: bool = False) 
         run_main(argv)
     leg.said = said.getvalue()
     return leg
+
+
+def ask_to_leave(why: str) -> None:
+    """What `run_leg` does to a rank, in that rank."""
+    if why == "max_minutes":
+        late = SimpleNamespace(monotonic=partial(add, time.monotonic(), 3600.0))
+        mock.patch.object(interrupt, "time", late).start()
+    else:
+        signal.raise_signal(signal.Signals[why])
 
 
 def run_until_killed(argv: list[str], last_step: int, checkpoint: str) -> None:

@@ -1,5 +1,5 @@
-"""What a save costs in memory, as the kernel counts it: no rank but rank 0 holds anything of others'
-parts of the state, and rank 0 only what is on its way to the disk."""
+"""What a save costs in memory, as the kernel counts it: only rank 0 holds anything of other ranks'
+parts of the state, and no more of them than is on its way to the disk."""
 
 import ctypes
 from pathlib import Path
