@@ -322,11 +322,14 @@ def measured(run: Run) -> list[dict[str, Any]]:
     ]
 
 
-def board(run: Run) -> dict[str, list[tuple[int, float]]]:
-    """TensorBoard's view of all event files together: (step, value) by tag."""
+def board(run: Run) -> dict[str, list[tuple[int, str]]]:
+    """TensorBoard's view of all event files together: step and value by tag.
+
+    As text, in which one NaN is equal to another.
+    """
     events = EventAccumulator(str(run.out_dir / "tensorboard")).Reload()
     return {
-        tag: [(event.step, event.value) for event in events.Scalars(tag)]
+        tag: [(event.step, str(event.value)) for event in events.Scalars(tag)]
         for tag in events.Tags()["scalars"]
         if tag not in OF_THE_MACHINE
     }
