@@ -33,7 +33,6 @@ from dist.process_group import (
 )
 from dist.sharded_optimizer import ShardedOptimizer
 from model.config import ModelConfigError
-from model.loss import CrossEntropyLoss
 from model.transformer import Transformer
 from optim.adamw import AdamW, decay_groups
 from optim.clip import clip_grad_norm
@@ -179,9 +178,8 @@ def training_step(job: Job) -> tuple[float, float, str | None]:
         is_last = micro_step == micro_steps - 1
         with contextlib.nullcontext() if is_last else job.ddp.no_sync():
             with autocast(world.device, job.dtype):
-                logits = job.ddp(inputs)
-            # All micro-batches hold equally many tokens: the mean of their means is the mean.
-            micro_loss = cross_entropy(logits, targets) / micro_steps
+                # All micro-batches hold equally many tokens: the mean of their means is the mean.
+                micro_loss = job.ddp(inputs, targets) / micro_steps
             micro_loss.backward()
         loss += micro_loss.detach()
     job.ddp.finish_gradient_sync()
@@ -206,9 +204,6 @@ def training_step(job: Job) -> tuple[float, float, str | None]:
     job.recent_grad_norms = remembered(recent, grad_norm)
     job.samples += job.config.data.batch_size
     return mean_loss, grad_norm, reason_of(max(code * bool(v) for code, v in enumerate(votes, 1)))
-
-
-cross_entropy = CrossEntropyLoss()
 
 
 def micro_batch(job: Job, micro_step: int) -> tuple[Tensor, Tensor]:

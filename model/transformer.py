@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from model.attention import Attention, KeyValueCache
 from model.config import ModelConfig
 from model.layers import RMSNorm, RotaryEmbedding, SwiGLU
+from model.loss import head_loss
 
 INITIAL_HEAD_STD = 0.02
 
@@ -43,6 +44,19 @@ class Block(nn.Module):
         return x + self.dropout(self.feed_forward(self.feed_forward_norm(x)))
 
 
+class OutputHead(nn.Linear):
+    """What gives every entry of the vocabulary a logit, or every target its loss."""
+
+    def __init__(self, d_model: int, vocab_size: int) -> None:
+        super().__init__(d_model, vocab_size, bias=False)
+
+    def forward(self, features: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Logits (..., vocab_size) of features (..., d_model); given targets, see `head_loss`."""
+        if targets is None:
+            return super().forward(features)
+        return head_loss(features, self.weight, targets)
+
+
 class Transformer(nn.Module):
     """A causal language model over token ids.
 
@@ -64,7 +78,7 @@ class Transformer(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
         self.final_norm = RMSNorm(config.d_model, config.norm_eps)
-        self.output_head = nn.Linear(config.d_model, config.vocab_size, bias=False)
+        self.output_head = OutputHead(config.d_model, config.vocab_size)
         self.rotary = RotaryEmbedding(config.head_dim, config.max_seq_len, config.rope_theta)
         self._initialise()
         if config.tie_weights:
@@ -94,13 +108,16 @@ class Transformer(nn.Module):
                 std *= stream_std / math.sqrt(2 * config.num_layers)
             nn.init.normal_(parameter, mean=0.0, std=std)
 
-    def forward(self, token_ids: Tensor) -> Tensor:
+    def forward(self, token_ids: Tensor, targets: Tensor | None = None) -> Tensor:
         """Logits (batch, seq, vocab_size) of the token after each of (batch, seq) int64 ids.
+
+        Given targets (batch, seq) int64, their mean cross-entropy instead, 0-d fp32: then the
+        logits are never in memory all at once.
 
         Raises:
             ValueError: the sequence is longer than max_seq_len.
         """
-        return self.output_head(self.features(token_ids))
+        return self.output_head(self.features(token_ids), targets)
 
     def features(
         self,

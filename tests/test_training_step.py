@@ -23,7 +23,7 @@ from torch.nn import functional
 import prepare
 from data.tokens import RandomWindows, open_tokens
 from model.config import ModelConfig
-from model.transformer import Block, Transformer
+from model.transformer import Block, OutputHead, Transformer
 from tests.harness import DistributedError, run_distributed
 from tests.tiny import TINY, curve, flags, metrics_of, run_main, train, write_corpus
 from training.checkpoint_file import load_checkpoint
@@ -211,18 +211,17 @@ def main_with_a_fault(argv: list[str], faults: dict[int, str]) -> list[tuple[str
     import train_ddp
 
     step = rank = 0
-    cross_entropy, training_step = train_ddp.cross_entropy, train_ddp.training_step
+    head, training_step = OutputHead.forward, train_ddp.training_step
     fingerprints = []
 
-    def spoiling(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        fault = faults.get(step) if rank == 1 else None
-        if fault == "loss":
-            return cross_entropy(logits, targets) * math.nan
+    def spoiling(self: Any, features: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        fault = faults.get(step) if rank == 1 and features.requires_grad else None
         if fault == "gradient":
-            one_nan = torch.zeros(logits.shape)
+            one_nan = torch.zeros(features.shape)
             one_nan.view(-1)[0] = math.nan
-            logits.register_hook(lambda gradient: gradient + one_nan)
-        return cross_entropy(logits, targets)
+            features.register_hook(lambda gradient: gradient + one_nan)
+        loss = head(self, features, targets)
+        return loss * math.nan if fault == "loss" else loss
 
     def noting(job: Any) -> Any:
         nonlocal step, rank
@@ -233,7 +232,10 @@ def main_with_a_fault(argv: list[str], faults: dict[int, str]) -> list[tuple[str
         fingerprints.append((before[0], after[0], before[1], after[1]))
         return result
 
-    with mock.patch.multiple(train_ddp, cross_entropy=spoiling, training_step=noting):
+    with (
+        mock.patch.object(OutputHead, "forward", spoiling),
+        mock.patch.object(train_ddp, "training_step", noting),
+    ):
         run_main(argv)
     return fingerprints
 
@@ -303,18 +305,18 @@ def test_nans_that_follow_each_other_end_the_run_on_every_rank(tmp_path, data_di
 
 def main_noting_losses(argv: list[str]) -> list[tuple[torch.dtype, torch.dtype, float, float]]:
     """Of each micro-batch: dtype of logits and loss, the loss, and the same logits' in float64."""
-    import train_ddp
-
     noted = []
-    cross_entropy = train_ddp.cross_entropy
+    head = OutputHead.forward
 
-    def noting(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        loss = cross_entropy(logits, targets)
-        exact = functional.cross_entropy(logits.detach().double().flatten(0, 1), targets.flatten())
-        noted.append((logits.dtype, loss.dtype, loss.item(), exact.item()))
+    def noting(self: Any, features: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        loss = head(self, features, targets)
+        if features.requires_grad:
+            logits = head(self, features).detach()
+            exact = functional.cross_entropy(logits.double().flatten(0, 1), targets.flatten())
+            noted.append((logits.dtype, loss.dtype, loss.item(), exact.item()))
         return loss
 
-    with mock.patch.object(train_ddp, "cross_entropy", noting):
+    with mock.patch.object(OutputHead, "forward", noting):
         run_main(argv)
     return noted
 

@@ -9,7 +9,6 @@ import torch
 from data.tokens import ValidationWindows
 from dist.collectives import all_reduce_sum
 from dist.process_group import World
-from model.loss import CrossEntropyLoss
 from model.transformer import Transformer
 
 
@@ -36,16 +35,16 @@ def evaluate(
     """
     was_training = model.training
     model.eval()
-    token_losses = CrossEntropyLoss(reduction="none")
     # (sum of losses, tokens) in float64: the sum is over millions of tokens.
     total = torch.zeros(2, dtype=torch.float64, device=world.device)
     mine = np.arange(world.rank, windows.num_windows, world.world_size)
     for first in range(0, len(mine), batch_size):
         rows = torch.from_numpy(windows.rows(mine[first : first + batch_size])).to(world.device)
         with autocast():
-            losses = token_losses(model(rows[:, :-1]), rows[:, 1:])
-        total[0] += losses.double().sum()
-        total[1] += losses.numel()
+            loss = model(rows[:, :-1], rows[:, 1:])
+        tokens = rows.shape[0] * (rows.shape[1] - 1)
+        total[0] += loss.double() * tokens
+        total[1] += tokens
     model.train(was_training)
-    loss_sum, tokens = all_reduce_sum(total).tolist()
-    return loss_sum / tokens
+    loss_sum, count = all_reduce_sum(total).tolist()
+    return loss_sum / count

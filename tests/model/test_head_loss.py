@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model import head_loss
-from model.head_loss import token_losses
+from model import loss as loss_module
+from model.loss import head_loss
 
 IGNORED = -100
 
@@ -17,7 +17,7 @@ IGNORED = -100
 def chunk_elements(request):
     """Seven tokens at a time, the last chunk smaller; or all at once."""
     elements = {"cpu": request.param, "cuda": 1}
-    with mock.patch.multiple(head_loss, CHUNK_ELEMENTS=elements, FEWEST_TOKENS=1):
+    with mock.patch.multiple(loss_module, CHUNK_ELEMENTS=elements, FEWEST_TOKENS=1):
         yield
 
 
@@ -48,13 +48,13 @@ def with_gradients(function, features, weight, targets, factor=0.7):
 def test_loss_and_gradients_are_those_of_the_plain_way(ignored):
     case = make_case(ignored)
     for ours, theirs in zip(
-        with_gradients(head_loss.head_loss, *case), with_gradients(plain, *case), strict=True
+        with_gradients(head_loss, *case), with_gradients(plain, *case), strict=True
     ):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
 def test_without_a_target_that_counts_it_is_nan_and_moves_nothing():
-    loss, grad_features, grad_weight = with_gradients(head_loss.head_loss, *make_case(1.1))
+    loss, grad_features, grad_weight = with_gradients(head_loss, *make_case(1.1))
     assert loss.isnan()
     assert not grad_features.any()
     assert not grad_weight.any()
@@ -64,9 +64,7 @@ def test_without_a_target_that_counts_it_is_nan_and_moves_nothing():
 def test_under_autocast_products_are_narrow_and_gradients_wide(dtype):
     features, weight, targets = make_case()
     with torch.autocast("cpu", dtype):
-        loss, grad_features, grad_weight = with_gradients(
-            head_loss.head_loss, features, weight, targets
-        )
+        loss, grad_features, grad_weight = with_gradients(head_loss, features, weight, targets)
         expected = with_gradients(plain, features, weight, targets)
     assert (loss.dtype, grad_features.dtype, grad_weight.dtype) == (torch.float32,) * 3
     exact = with_gradients(plain, features.double(), weight.double(), targets)
@@ -84,7 +82,7 @@ def test_a_small_mean_does_not_vanish_in_float16():
     features, weight = torch.randn(1, 30_000, 2) * 1e-3, torch.randn(50, 2)
     targets = torch.randint(0, 50, (1, 30_000))
     with torch.autocast("cpu", torch.float16):
-        _, grad_features, _ = with_gradients(head_loss.head_loss, features, weight, targets, 1e-2)
+        _, grad_features, _ = with_gradients(head_loss, features, weight, targets, 1e-2)
     exact = with_gradients(plain, features.double(), weight.double(), targets, 1e-2)[1]
     assert (grad_features - exact).norm() < 0.01 * exact.norm()
 
@@ -93,7 +91,7 @@ def test_a_small_mean_does_not_vanish_in_float16():
 def test_what_is_frozen_gets_no_gradient(frozen):
     features, weight, targets = make_case()
     (features, weight)[1 - frozen].requires_grad_()
-    head_loss.head_loss(features, weight, targets).backward()
+    head_loss(features, weight, targets).backward()
     assert (features, weight)[frozen].grad is None
     assert (features, weight)[1 - frozen].grad is not None
 
@@ -101,7 +99,7 @@ def test_what_is_frozen_gets_no_gradient(frozen):
 def test_weights_of_16_bits_have_gradients_of_16_bits():
     case = make_case(dtype=torch.bfloat16)
     for ours, theirs in zip(
-        with_gradients(head_loss.head_loss, *case), with_gradients(plain, *case), strict=True
+        with_gradients(head_loss, *case), with_gradients(plain, *case), strict=True
     ):
         assert ours.dtype == theirs.dtype
         torch.testing.assert_close(ours, theirs, rtol=0.05, atol=0.02)
@@ -110,22 +108,15 @@ def test_weights_of_16_bits_have_gradients_of_16_bits():
 def test_a_head_that_is_also_the_embedding_adds_both_gradients():
     _, weight, targets = make_case()
     grads = []
-    for function in (head_loss.head_loss, plain):
+    for function in (head_loss, plain):
         tied = weight.clone().requires_grad_()
         function(F.embedding(targets, tied), tied, targets.roll(1)).backward()
         grads.append(tied.grad)
     torch.testing.assert_close(grads[0], grads[1], rtol=1e-5, atol=1e-6)
 
 
-def test_losses_without_gradients_are_one_a_token():
+def test_without_gradients_it_is_the_same_loss():
     features, weight, targets = make_case()
-    expected = F.cross_entropy(
-        (features @ weight.T).flatten(0, 1), targets.flatten(), reduction="none"
-    )
-    losses = token_losses(features, weight, targets)
-    torch.testing.assert_close(losses, expected.view(4, 6))
-    assert not losses.requires_grad
-    with torch.autocast("cpu", torch.bfloat16):
-        narrow = token_losses(features, weight, targets)
-    assert narrow.dtype == torch.float32
-    torch.testing.assert_close(narrow, losses, rtol=0.05, atol=0.05)
+    loss = head_loss(features, weight, targets)
+    torch.testing.assert_close(loss, plain(features, weight, targets))
+    assert not loss.requires_grad
