@@ -46,15 +46,15 @@ def data_dir(tmp_path_factory) -> Path:
 
 def poison(first: int, last: int, factor: float, ranks: tuple[int, ...], watched: Watched) -> None:
     """Multiply the training loss of some ranks over the samples first <= number < last."""
-    from model.loss import CrossEntropyLoss
+    from dist.ddp import DDP
 
-    def forward(original: Callable[..., Any], loss: CrossEntropyLoss, *args: Any) -> Any:
-        value = original(loss, *args)
-        # Validation measures a loss for each token.
-        is_hit = loss.reduction == "mean" and first <= watched.job.samples < last
-        return value * factor if is_hit and watched.rank in ranks else value
+    # Validation goes past DDP, and is not hit.
+    def forward(original: Callable[..., Any], *args: Any) -> Any:
+        loss = original(*args)
+        is_hit = first <= watched.job.samples < last and watched.rank in ranks
+        return loss * factor if is_hit else loss
 
-    wrap(CrossEntropyLoss, "forward", forward)
+    wrap(DDP, "forward", forward)
 
 
 def poisoned_steps(

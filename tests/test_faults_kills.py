@@ -22,6 +22,7 @@ from tests.faults import (
     slow_records,
     wrap,
 )
+from training.checkpoint_file import numbered_checkpoints
 
 pytestmark = pytest.mark.slow
 
@@ -55,6 +56,7 @@ def test_a_run_killed_at_thirty_random_moments_is_the_run_that_was_never_killed(
         assert 0 not in statuses, "it was at its end: the chain needs more iterations"
         # The first of all; the other may see that and end by itself before it is killed too.
         assert statuses[max(moment.ranks, default=0)] == -signal.SIGKILL, moment
+        assert run.events("failed") == [], run.said()
         for start in run.events("from"):
             assert start == newest, moment
         in_save = len(run.events("saving")) > len(run.events("saved"))
@@ -161,7 +163,10 @@ def test_a_kill_in_the_midst_of_a_save_leaves_the_checkpoint_before_or_after(
     assert statuses[0] == -signal.SIGKILL
     assert statuses[1] > 0
     newest = KILLED_AT - 2 if stage in BEFORE_ITS_NAME else KILLED_AT
-    assert max(run.saved()) == newest
+    assert run.saved()[-1] == newest
+    # Two are kept, and none of them is given up before the third is whole.
+    kept = [4, 6, 8] if stage in UNDER_ITS_NAME[:-1] else [newest - 2, newest]
+    assert [number for number, _ in numbered_checkpoints(run.checkpoints)] == kept
     assert run.status == "running"
     run.finish()
     assert run.events("from") == [newest]
