@@ -174,6 +174,29 @@ def test_a_kill_in_the_midst_of_a_save_leaves_the_checkpoint_before_or_after(
     assert_same_run(run, straight, 12)
 
 
+def slow_board(watched: Watched) -> None:
+    """From the step of that save on, TensorBoard's thread falls behind."""
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    def write(original: Callable[..., None], *args: Any) -> None:
+        if watched.job.iteration >= KILLED_AT:
+            time.sleep(0.03)
+        original(*args)
+
+    wrap(RecordWriter, "write", write)
+
+
+def test_measurements_are_in_their_files_before_the_checkpoint_that_goes_on_from_them(
+    tmp_path, data_dir, straight
+):
+    run = Run(tmp_path / "run", data_dir, SHORT)
+    statuses = run.to_its_end(slow_board, partial(die_in_the_save, "before the rotation"))
+    assert statuses[0] == -signal.SIGKILL
+    run.finish()
+    assert run.events("from") == [KILLED_AT]
+    assert_same_run(run, straight, 12)
+
+
 def slow_save_of_a_stopped_run(watched: Watched) -> None:
     from training.archive import ArchiveWriter
 
