@@ -12,7 +12,6 @@ curve depends on configuration and seed alone, not on how many processes compute
 import contextlib
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from data.errors import CorpusError
 from data.fingerprint import data_fingerprint
-from data.tokens import EpochWindows, PreparedData, RandomWindows, ValidationWindows, open_tokens
+from data.tokens import PreparedData, open_tokens
 from dist.collectives import all_reduce_sum
 from dist.ddp import DDP
 from dist.process_group import (
@@ -33,10 +32,7 @@ from dist.process_group import (
 )
 from dist.sharded_optimizer import ShardedOptimizer
 from model.config import ModelConfigError
-from model.transformer import Transformer
-from optim.adamw import AdamW, decay_groups
 from optim.clip import clip_grad_norm
-from optim.muon import Muon, matrix_groups
 from optim.schedule import learning_rate, set_learning_rate
 from prepare import prepare_default_corpus
 from training import checkpoint
@@ -45,12 +41,13 @@ from training.checkpoint_file import CheckpointError
 from training.checkpoint_writer import CheckpointWriter
 from training.command_line import run
 from training.config import DEFAULT_DATA_DIR, Config, ScheduleConfig, load_config
-from training.config_checks import check, with_length
+from training.config_checks import check
 from training.evaluate import evaluate
-from training.hardware import autocast, resolve_dtype
+from training.hardware import autocast
 from training.interrupt import REASONS, StopRequest, reason_of
 from training.job import Job
 from training.metrics import Metrics, StepClock, introduce, show_progress, show_validation
+from training.parts import make_model, make_optimizer, make_windows, with_dtype
 from training.run_folder import RunFolder
 from training.run_status import FINISHED, to_be_continued
 from training.start import go_back, resume_or_start
@@ -302,65 +299,6 @@ def open_data(config: Config, world: World) -> PreparedData:
     if config.data.data_dir == DEFAULT_DATA_DIR:
         world.on_rank_zero(partial(prepare_default_corpus, DEFAULT_DATA_DIR))
     return open_tokens(config.data.data_dir)
-
-
-def make_windows(
-    config: Config, data: PreparedData
-) -> tuple[Config, RandomWindows | EpochWindows, ValidationWindows | None]:
-    """Training and validation windows, and the configuration with its length filled in."""
-    context, seed = config.model.max_seq_len, config.run.seed
-    val_windows = None
-    if config.run.val_interval:
-        val_windows = ValidationWindows(data.val, context, config.run.val_windows, seed)
-    epoch_windows = EpochWindows(data.train, context, seed)
-    config = with_length(config, epoch_windows.num_windows)
-    if config.schedule.epochs is not None:
-        return config, epoch_windows, val_windows
-    return config, RandomWindows(data.train, context, seed), val_windows
-
-
-def with_dtype(config: Config, world: World) -> Config:
-    """The configuration with the dtype that auto stands for: rank 0's device decides for all."""
-    dtype = world.on_rank_zero(partial(resolve_dtype, config.device.dtype, world.device))
-    return replace(config, device=replace(config.device, dtype=dtype))
-
-
-def make_model(config: Config, world: World) -> Transformer:
-    """The model of the configuration, with weights from the seed."""
-    model = Transformer(config.model).to(world.device)
-    model.activation_checkpointing = config.device.activation_checkpointing
-    for parameter in model.parameters():  # not buffers: the rotary angles stay float32
-        parameter.data = parameter.data.to(getattr(torch, config.device.param_dtype))
-    return model
-
-
-def make_optimizer(config: Config, ddp: DDP) -> torch.optim.Optimizer:
-    """AdamW or Muon with decay on matrices alone; state sharded over the ranks if wished."""
-    options, model = config.optimizer, ddp.module
-    assert isinstance(model, Transformer)
-    named, decay = list(model.named_parameters()), options.weight_decay
-    kwargs: dict[str, Any] = {
-        "lr": config.schedule.lr_max,
-        "betas": (options.beta1, options.beta2),
-        "eps": options.eps,
-    }
-    if options.optimizer == "muon":
-        optimizer_class: type[AdamW] = Muon
-        groups = matrix_groups(named, decay, model.row_blocks())
-        for group in groups:
-            if "whole_matrices" in group:
-                group["lr_scale"] = options.muon_lr / max(config.schedule.lr_max, 1e-30)
-        kwargs |= {
-            "momentum": options.muon_momentum,
-            "dtype": getattr(torch, config.device.dtype),
-        }
-    else:
-        optimizer_class = AdamW
-        groups = decay_groups(named, decay)
-    needs_masters = config.device.param_dtype != "float32"
-    if config.device.shard_optimizer and (ddp.collectives is not None or needs_masters):
-        return ShardedOptimizer(groups, optimizer_class, ddp=ddp, **kwargs)
-    return optimizer_class(groups, **kwargs)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,77 @@
+"""The parts of a run, made of its configuration: windows, dtype, model, optimizer."""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from data.tokens import EpochWindows, PreparedData, RandomWindows, ValidationWindows
+from dist.ddp import DDP
+from dist.process_group import World
+from dist.sharded_optimizer import ShardedOptimizer
+from model.transformer import Transformer
+from optim.adamw import AdamW, decay_groups
+from optim.muon import Muon, matrix_groups
+from training.config import Config
+from training.config_checks import with_length
+from training.hardware import resolve_dtype
+
+
+def make_windows(
+    config: Config, data: PreparedData
+) -> tuple[Config, RandomWindows | EpochWindows, ValidationWindows | None]:
+    """Training and validation windows, and the configuration with its length filled in."""
+    context, seed = config.model.max_seq_len, config.run.seed
+    val_windows = None
+    if config.run.val_interval:
+        val_windows = ValidationWindows(data.val, context, config.run.val_windows, seed)
+    epoch_windows = EpochWindows(data.train, context, seed)
+    config = with_length(config, epoch_windows.num_windows)
+    if config.schedule.epochs is not None:
+        return config, epoch_windows, val_windows
+    return config, RandomWindows(data.train, context, seed), val_windows
+
+
+def with_dtype(config: Config, world: World) -> Config:
+    """The configuration with the dtype that auto stands for: rank 0's device decides for all."""
+    dtype = world.on_rank_zero(partial(resolve_dtype, config.device.dtype, world.device))
+    return replace(config, device=replace(config.device, dtype=dtype))
+
+
+def make_model(config: Config, world: World) -> Transformer:
+    """The model of the configuration, with weights from the seed."""
+    model = Transformer(config.model).to(world.device)
+    model.activation_checkpointing = config.device.activation_checkpointing
+    for parameter in model.parameters():  # not buffers: the rotary angles stay float32
+        parameter.data = parameter.data.to(getattr(torch, config.device.param_dtype))
+    return model
+
+
+def make_optimizer(config: Config, ddp: DDP) -> torch.optim.Optimizer:
+    """AdamW or Muon with decay on matrices alone; state sharded over the ranks if wished."""
+    options, model = config.optimizer, ddp.module
+    assert isinstance(model, Transformer)
+    named, decay = list(model.named_parameters()), options.weight_decay
+    kwargs: dict[str, Any] = {
+        "lr": config.schedule.lr_max,
+        "betas": (options.beta1, options.beta2),
+        "eps": options.eps,
+    }
+    if options.optimizer == "muon":
+        optimizer_class: type[AdamW] = Muon
+        groups = matrix_groups(named, decay, model.row_blocks())
+        for group in groups:
+            if "whole_matrices" in group:
+                group["lr_scale"] = options.muon_lr / max(config.schedule.lr_max, 1e-30)
+        kwargs |= {
+            "momentum": options.muon_momentum,
+            "dtype": getattr(torch, config.device.dtype),
+        }
+    else:
+        optimizer_class = AdamW
+        groups = decay_groups(named, decay)
+    needs_masters = config.device.param_dtype != "float32"
+    if config.device.shard_optimizer and (ddp.collectives is not None or needs_masters):
+        return ShardedOptimizer(groups, optimizer_class, ddp=ddp, **kwargs)
+    return optimizer_class(groups, **kwargs)
