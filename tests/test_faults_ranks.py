@@ -13,7 +13,15 @@ from typing import Any
 
 import pytest
 
-from tests.faults import SECONDS_TO_NOTICE, Run, Watched, assert_same_run, prepared_data, wrap
+from tests.faults import (
+    PATIENCE,
+    SECONDS_TO_NOTICE,
+    Run,
+    Watched,
+    assert_same_run,
+    prepared_data,
+    wrap,
+)
 from tests.harness import run_torchrun
 
 pytestmark = pytest.mark.slow
@@ -167,12 +175,14 @@ def impatient(watched: Watched) -> None:
     run_lock.SECONDS_FOR_THE_LAST_ONE = 0.0
 
 
-def slow_steps(watched: Watched) -> None:
+def held_at_step(step: int, until: Path, watched: Watched) -> None:
+    """Go on from this step once a file is there."""
     from training import metrics
 
     def show_progress(original: Callable[..., None], *args: Any) -> None:
         original(*args)
-        time.sleep(0.2)
+        while watched.job.iteration == step and not until.exists():
+            time.sleep(0.01)
 
     wrap(metrics, "show_progress", show_progress)
 
@@ -182,14 +192,16 @@ def test_a_second_run_in_the_folder_is_refused_and_the_first_is_not_disturbed(
 ):
     first = Run(tmp_path / "run", data_dir, OPTIONS, name="first")
     second = Run(tmp_path / "run", data_dir, OPTIONS, name="second")
-    with first.start(slow_steps) as ranks:
-        first.wait_for(ranks, "step", 2)
+    may_go_on = tmp_path / "may_go_on"
+    with first.start(partial(held_at_step, 6, may_go_on)) as ranks:
+        first.wait_for(ranks, "step", 5)
         for options in ({}, {"resume": "null"}, {"resume": "null", "overwrite": True}):
             assert second.to_its_end(impatient, **options) == [2, 2]
             (line,) = second.said(0).splitlines()
             holder = f"process {ranks.pids[0]} on {socket.gethostname()}"
             assert f"{first.out_dir} is in use by another run ({holder})" in line
-        assert ranks.statuses(30) == [0, 0]
+        may_go_on.touch()
+        assert ranks.statuses(PATIENCE) == [0, 0]
     assert_same_run(first, straight, 12)
 
 
@@ -197,7 +209,7 @@ def test_a_killed_run_leaves_its_folder_free_at_once(tmp_path, data_dir, straigh
     first = Run(tmp_path / "run", data_dir, OPTIONS, name="first")
     second = Run(tmp_path / "run", data_dir, OPTIONS, name="second")
     with first.start() as ranks:
-        first.wait_for(ranks, "step", 6)
+        first.wait_for(ranks, "saved")
         ranks.send(signal.SIGKILL)
         ranks.statuses(SECONDS_TO_NOTICE)
         second.finish(impatient)
