@@ -26,8 +26,9 @@ from training.run_status import read_status
 
 # No run here needs a minute; what takes longer hangs.
 PATIENCE = 60.0
-# What a rank gets to see that another one is gone.
-SECONDS_TO_NOTICE = 15.0
+# Mostly a rank that is gone is noticed at once; now and then gloo needs its time-out for that.
+TIMEOUT_SECONDS = 15
+SECONDS_TO_NOTICE = 40.0
 # Where two runs may differ and still be the same: how they were started, and how fast they were.
 OF_THE_START = {"out_dir", "resume", "async_checkpoint", "overwrite"}
 OF_THE_MACHINE = {"tokens_per_second", "seconds_per_step", "memory_gb"}
@@ -105,7 +106,8 @@ class Run:
     def argv(self, **options: Any) -> list[str]:
         """The script's arguments, where these options win over the run's own."""
         places = {"data_dir": self.data_dir, "out_dir": self.out_dir}
-        return flags(**{**TINY, **places, **self.options, **options})
+        common = {**TINY, **places, "timeout_seconds": TIMEOUT_SECONDS}
+        return flags(**{**common, **self.options, **options})
 
     def to_its_end(self, *faults: Fault, **options: Any) -> list[int]:
         """Start the ranks and wait; their exit statuses."""

@@ -165,6 +165,37 @@ def test_an_error_of_rank_zero_where_others_wait_for_its_word_ends_with_the_laun
     assert "Stale file handle" in run.said(0)
 
 
+def fall_silent_in_a_save(watched: Watched) -> None:
+    """As a machine without power, whose connections nobody closes."""
+    from training.checkpoint import Collected
+
+    def pieces(original: Callable[..., Any], *args: Any) -> Any:
+        if watched.rank == 1 and watched.job.iteration == 12:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return original(*args)
+
+    wrap(Collected, "pieces", pieces)
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+def test_a_rank_that_falls_silent_in_a_save_ends_the_others_within_the_time_out(
+    tmp_path, data_dir, straight, is_async
+):
+    run = Run(tmp_path / "run", data_dir, OPTIONS)
+    options = {"timeout_seconds": 4, "async_checkpoint": is_async}
+    with run.start(fall_silent_in_a_save, **options) as ranks:
+        run.wait_for(ranks, "saving", 3)
+        deadline = time.monotonic() + SECONDS_TO_NOTICE
+        while ranks.are_running and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert not ranks.are_running
+        ranks.send(signal.SIGKILL)
+        assert ranks.statuses(SECONDS_TO_NOTICE) == [1, -signal.SIGKILL]
+    run.finish()
+    assert run.events("from") == [8]
+    assert_same_run(run, straight, 12)
+
+
 # Two runs and one folder.
 
 

@@ -14,14 +14,15 @@ import torch
 import torch.distributed as torch_dist
 from torch import Tensor
 
-from dist.collectives import broadcast_object
+from dist.collectives import all_reduce_sum, broadcast_object
 from dist.process_group import World
 from training.checkpoint import Collected
 from training.console import say
 from training.run_folder import RunFolder
 
-# A disk may be slow; a rank that is gone is noticed by its connection, not by the clock.
+# Of the threads, whose disk may be slow; see `_await_thread` for ranks that are gone.
 PATIENCE = timedelta(days=1)
+SECONDS_BETWEEN_QUESTIONS = 0.5
 
 
 class CheckpointWriter:
@@ -58,15 +59,15 @@ class CheckpointWriter:
         self._is_unfinished = True
         self._problem = self._fault = None
         tensors = collected.tensors
-        if not self._is_async:
-            self._write(collected, tensors, is_best, is_due)
-            return
-        tensors = self._copies.of(tensors)
+        if self._is_async:
+            tensors = self._copies.of(tensors)
         # A daemon: a process that ends by a failure does not wait for its disk.
         self._thread = threading.Thread(
             target=self._write, args=(collected, tensors, is_best, is_due), daemon=True
         )
         self._thread.start()
+        if not self._is_async:
+            self._await_thread()
 
     def finish(self) -> str | None:
         """Wait for the last save, if there was one since the last call.
@@ -76,15 +77,28 @@ class CheckpointWriter:
         """
         if not self._is_unfinished:
             return None
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        self._await_thread()
         self._is_unfinished = False
-        if self._fault is not None:
-            raise self._fault
-        if self._group is None:
-            return self._problem
-        return broadcast_object(self._problem, self._group)
+        return broadcast_object(self._problem)
+
+    def _await_thread(self) -> None:
+        """Wait until the save is over on all ranks, however long it takes.
+
+        The threads' group is patient with a slow disk, and would be as patient with a rank that is
+        gone: gloo does not always notice that a connection has ended. So the ranks go on asking
+        each other over the group of the training, and its time-out ends what one does not answer.
+        """
+        if self._thread is None:
+            return
+        is_over = False
+        while not is_over:
+            self._thread.join(SECONDS_BETWEEN_QUESTIONS)
+            is_alive = self._thread.is_alive()
+            if self._fault is not None:
+                raise self._fault
+            alive = torch.tensor(float(is_alive), device=self._world.device)
+            is_over = all_reduce_sum(alive).item() == 0
+        self._thread = None
 
     def _write(
         self, collected: Collected, tensors: Sequence[Tensor], is_best: bool, is_due: bool
