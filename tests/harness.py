@@ -474,7 +474,11 @@ class Job:
 
     def processes(self) -> list[int]:
         """All its living processes' ids."""
-        return [pid for pid, _ in self._environments()]
+        pids = {pid for pid, _ in self._environments()}
+        # For a moment after its start a process has no environment that could be read.
+        if self._process.poll() is None:
+            pids.add(self.pid)
+        return sorted(pids)
 
     def rank_pids(self) -> dict[int, int]:
         """Process id by rank, of the ranks that torchrun has started and that live."""

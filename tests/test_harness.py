@@ -207,3 +207,10 @@ def test_a_job_ends_with_its_block_even_when_the_test_raises(script):
             time.sleep(0.05)
         raise ZeroDivisionError
     assert not job.processes()
+
+
+def test_a_command_whose_environment_cannot_be_read_yet_ends_with_its_block(monkeypatch):
+    with start_command([sys.executable, "-c", "import time; time.sleep(60)"]) as job:
+        monkeypatch.setattr(job, "_environments", lambda: iter(()))
+        assert job.processes() == [job.pid]
+    assert not is_alive(job.pid)
