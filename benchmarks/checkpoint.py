@@ -3,9 +3,10 @@
     python benchmarks/checkpoint.py [--folder DIR] [--json FILE]     # 2 processes on this machine
 
 A language model of 30 M parameters with sharded AdamW is saved in turn beside the training,
-blocking it, and by torch.save + fsync of the same dict, which rank 0 then has in memory whole. Our file
-is read back and verified before it counts. Training steps are timed with a save under way and
-without one. Memory is rank 0's growth while it saves, beyond what training takes.
+blocking it, and by torch.save + fsync of the same dict, which rank 0 then has in memory whole. Our
+file is read back and verified before it counts. Every save makes a new file and then deletes the
+one before. Training steps are timed with a save under way and without one. Memory is rank 0's
+growth while it saves, beyond what training takes.
 """
 
 import argparse
@@ -208,12 +209,14 @@ def in_own_memory(value: Any) -> Any:
 
 
 def torch_save(whole: dict[str, Any], folder: str) -> None:
-    """The plain way, of rank 0."""
+    """The plain way, of rank 0: a new file, and then the one before is deleted, as in ours."""
     if whole:
-        with open(Path(folder, "plain.pt"), "wb") as file:
+        new, old = Path(folder, "plain.new.pt"), Path(folder, "plain.pt")
+        with open(new, "wb") as file:
             torch.save(whole, file)
             file.flush()
             os.fsync(file.fileno())
+        new.replace(old)
 
 
 if __name__ == "__main__":
