@@ -64,9 +64,16 @@ def check(
         allowed: names of ALLOWABLE that may differ.
 
     Raises:
-        CheckpointError: one line that names each difference with both values, and what permits it.
+        CheckpointError: one line that names each difference with both values, and what permits it;
+            another optimizer is never permitted.
     """
     different = _differences(saved, config, tokenizer_json, data_fingerprint)
+    if "optimizer" in different:
+        before, now = different["optimizer"]
+        raise CheckpointError(
+            f"optimizer {before} -> {now}: the state that the checkpoint holds serves no other; "
+            "start a new run from its weights with --init_from"
+        )
     refused = [name for name in ALLOWABLE if name in different and name not in allowed]
     if "epochs" in refused and None not in different["epochs"]:
         refused.remove("epochs")  # more or fewer of them are the same order, for longer or shorter

@@ -354,3 +354,13 @@ def test_a_checkpoints_own_values_survive_the_file(tmp_path):
     saved = torch.load(tmp_path / "x.pt", weights_only=True)
     go_on(saved, config)
     assert changes(saved, config, tokenizer_json=TOKENIZER, data_fingerprint=DATA) == []
+
+
+def test_another_optimizer_is_refused_and_new_runs_may_have_it():
+    saved = checkpoint(options())
+    said = refusal(saved, options("--optimizer", "muon"), *ALLOWABLE)
+    assert "optimizer adamw -> muon" in said
+    assert "--init_from" in said
+    old = {name: value for name, value in saved["config"].items() if name != "optimizer"}
+    go_on(checkpoint(old), options())  # of before there was a choice
+    check_init(saved, options("--optimizer", "muon"), tokenizer_json=TOKENIZER)
