@@ -12,6 +12,7 @@ import torch
 from tests.dist.helpers import fingerprint
 from tests.harness import run_distributed
 from tests.tiny import TINY, curve, flags, metrics_of, run_main, train, write_corpus
+from training.archive import ArchiveWriter
 
 
 @pytest.fixture(scope="module")
@@ -131,18 +132,22 @@ def test_all_ranks_hold_the_same_weights_before_and_after_every_step(tmp_path, d
 
 def slow_save(argv, seconds):
     """Every file takes longer to write than a collective may take."""
-    save = torch.save
+    close = ArchiveWriter.close
+    slept: list[float] = []
 
-    def slowly(*args, **kwargs):
+    def slowly(archive):
         time.sleep(seconds)
-        save(*args, **kwargs)
+        slept.append(seconds)
+        close(archive)
 
-    with mock.patch("torch.save", slowly):
+    with mock.patch.object(ArchiveWriter, "close", slowly):
         run_main(argv)
+    assert len(slept) == (2 if os.environ["RANK"] == "0" else 0)
 
 
 def test_a_save_may_take_longer_than_the_time_out(tmp_path, data_dir):
     options = {**TINY, "timeout_seconds": 1, "iterations": 4, "checkpoint_interval": 2}
+    options["val_interval"] = 0
     argv = flags(**options | {"data_dir": data_dir, "out_dir": tmp_path / "run"})
     run_distributed(slow_save, 2, argv, 2.5, process_group=False)
     assert len(curve(metrics_of(tmp_path / "run"))) == 4
