@@ -90,9 +90,10 @@ def main() -> None:
         dtype=getattr(torch, config.device.dtype),
         stop=StopRequest(config.run.max_minutes),
     )
-    resume_or_start(job, schedule)
-    introduce(job)
-    with job.stop.listening():  # to the very end: a second signal must not cut the last save short
+    # From here to the very end: a second signal must not cut the last save short.
+    with job.stop.listening():
+        resume_or_start(job, schedule)
+        introduce(job)
         train(job, schedule)
         shut_down(world)
 
@@ -121,8 +122,10 @@ def train(job: Job, schedule: ScheduleConfig) -> None:
         loss, grad_norm, leaves = training_step(job)
         if job.skipped_in_a_row >= job.config.optimizer.max_skipped_steps:
             metrics.close()
+            await_checkpoint(job)
             go_back(job, schedule)
             metrics = Metrics(job.folder, job.iteration, job.is_rank_zero)
+            save_checkpoint(job, None, is_due=True)  # that it went back must not be forgotten
             continue
         clock.count_step()
         if job.is_due(options.log_interval) or job.iteration == 1 or job.is_last:

@@ -123,4 +123,7 @@ def test_a_folder_in_which_every_checkpoint_is_damaged_is_not_started_anew(tmp_p
     (line,) = run.said(0).splitlines()[-1:]
     assert "no checkpoint in" in line
     assert (run.out_dir / "metrics.jsonl").read_bytes() == measured
-    assert len(list(run.checkpoints.glob("*.pt.damaged"))) == 4
+    # It may be the machine that fails: all are where they were, and the next start says the same.
+    assert len(list(run.checkpoints.glob("*.pt"))) == 4
+    assert run.to_its_end() == [2, 2]
+    assert len(list(run.checkpoints.glob("*.pt"))) == 4

@@ -134,14 +134,14 @@ def test_a_run_that_diverges_goes_back_to_the_last_good_checkpoint_and_past_the_
 def test_a_run_killed_after_it_went_back_ends_as_the_one_that_was_not_killed(
     tmp_path, data_dir, rolled_back, what, count
 ):
-    """Before its next save it goes back once more, and after that it need not."""
+    """That it went back is saved at once; a kill in this save makes it go back once more."""
     run = Run(tmp_path / "run", data_dir, OPTIONS)
     with run.start(poisoned_steps(11, 4)) as ranks:
         run.wait_for(ranks, what, count)
         ranks.send(signal.SIGKILL)
         assert 0 not in ranks.statuses(SECONDS_TO_NOTICE)
     run.finish(poisoned_steps(11, 4))
-    assert skips(run) == ([11, 12, 13, 14] if run.events("from") == [8] else [])
+    assert skips(run) in ([11, 12, 13, 14], [])
     assert_same_run(run, rolled_back, 24)
 
 

@@ -212,6 +212,8 @@ def verify_archive(path: Path) -> None:
     with open(path, "rb") as file:
         try:
             _check_records(file.fileno(), _check_seal(file))
+        except MemoryError:
+            raise
         except Exception as error:  # over damaged bytes, zipfile raises many kinds
             raise ArchiveError(f"{path} is damaged: {error or type(error).__name__}") from error
 

@@ -118,6 +118,8 @@ def copy_whole(source: Path, path: Path) -> None:
             os.link(source, temporary)
         except OSError:
             shutil.copyfile(source, temporary)
+            with open(temporary, "rb+") as file:
+                os.fsync(file.fileno())
 
 
 @contextlib.contextmanager
@@ -185,6 +187,14 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
     if missing := [key for key in REQUIRED_KEYS if key not in checkpoint]:
         raise CheckpointError(f"{path} lacks {', '.join(missing)}")
     return checkpoint
+
+
+def archive_end(path: Path) -> str:
+    """Length and last bytes of a file, where its checksums stand: other checkpoints have others."""
+    with open(path, "rb") as file:
+        length = file.seek(0, os.SEEK_END)
+        file.seek(max(0, length - 512))
+        return f"{length} {file.read().hex()}"
 
 
 def _read(path: Path) -> Any:

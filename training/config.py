@@ -214,6 +214,8 @@ def write_config(config: Config, path: Path) -> None:
     """
     options = {name: v for name, v in config.to_dict().items() if name not in OF_ONE_START}
     try:
-        path.write_text(yaml.safe_dump(options, sort_keys=False), encoding="utf-8")
+        temporary = path.with_name(f".{path.name}.tmp")
+        temporary.write_text(yaml.safe_dump(options, sort_keys=False), encoding="utf-8")
+        temporary.replace(path)
     except OSError as error:
         raise CommandLineError(f"cannot write {path}: {error.strerror}") from error

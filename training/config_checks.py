@@ -6,6 +6,7 @@ queue for hours should be sent back for all of them, not for one after the other
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 from training.command_line import CommandLineError, did_you_mean
 from training.config import Config, DataConfig, RunConfig
@@ -134,6 +135,10 @@ def _indivisible_batch(data: DataConfig, world_size: int) -> str:
 def _start_problems(run: RunConfig) -> list[str]:
     """What a run cannot be started from."""
     problems = []
+    if run.overwrite and run.init_from is not None:
+        inside = Path(run.out_dir).resolve()
+        if Path(run.init_from).resolve().is_relative_to(inside):
+            problems.append(f"overwrite would delete init_from {run.init_from}: copy it first")
     if run.overwrite and run.resume is not None:
         problems.append("resume and overwrite exclude each other: give one of them")
     if run.init_from is not None and run.resume not in (None, "auto"):

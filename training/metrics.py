@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO, Any
 
 from data.tokens import EpochWindows
 from training.console import say
@@ -30,19 +31,20 @@ class Metrics:
     """
 
     def __init__(self, folder: RunFolder, last_iteration: int, is_active: bool) -> None:
-        self._file = None
-        self._board = None
+        self._file: IO[str] | None = None
+        self._board: Any = None
         self._failed = False
         if is_active:
             # Imported here: it takes a second that ranks without a writer need not spend.
             from torch.utils.tensorboard import SummaryWriter
 
-            # A run that starts at 0 validates at 0: of an earlier start there nothing is kept.
-            keep_until(folder.metrics, last_iteration or -1)
-            self._file = open(folder.metrics, "a", encoding="utf-8")  # noqa: SIM115
-            # purge_step tells TensorBoard to forget what an earlier process wrote from there on.
-            purge = last_iteration + 1 if last_iteration else 0
-            self._board = SummaryWriter(str(folder.tensorboard), purge_step=purge)
+            with self._kept_going():
+                # A run that starts at 0 validates at 0: of an earlier start there nothing is kept.
+                keep_until(folder.metrics, last_iteration or -1)
+                # purge_step makes TensorBoard forget what an earlier process wrote from there on.
+                purge = last_iteration + 1 if last_iteration else 0
+                self._board = SummaryWriter(str(folder.tensorboard), purge_step=purge)
+                self._file = open(folder.metrics, "a", encoding="utf-8")  # noqa: SIM115
 
     def log(self, iteration: int, **values: float) -> None:
         """Write values of one step to both files, under their names."""

@@ -135,6 +135,20 @@ def changes(
     ]
 
 
+def is_measured_anew(
+    saved: Mapping[str, Any], config: Mapping[str, Any], data_fingerprint: str
+) -> bool:
+    """Whether a validation loss of before cannot be compared with those to come.
+
+    Args:
+        saved: the checkpoint.
+        config: all options of the run, flat.
+        data_fingerprint: of the run's data.
+    """
+    different = _differences(saved, config, None, data_fingerprint)
+    return not different.keys().isdisjoint(("val_windows", "seed", "max_seq_len", "data"))
+
+
 def schedule_changes(
     before: Mapping[str, Any], now: Mapping[str, Any], iteration: int
 ) -> list[str]:

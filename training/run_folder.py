@@ -73,41 +73,66 @@ class RunFolder:
             CommandLineError: another run uses the folder, or it cannot be created.
             CheckpointError: the given checkpoint, or every one in the folder, cannot be read.
         """
-        if resume is not None and resume != "auto":
-            verify(Path(resume))  # before a folder is made for a misspelt name
+        given = None if resume == "auto" else resume
+        if given is not None and not self.path.exists():
+            verify(Path(given))  # before a folder is made for a misspelt name
         self._lock = run_lock.lock(self.path)
         self._agents = agents
         is_restarted = run_lock.is_same_launch(self._lock, agents)
         # As this launch's own only once it is claimed: until then it may hold another run.
         run_lock.sign(self._lock, agents if is_restarted else ())
-        if is_restarted or resume == "auto":
-            given = None if resume == "auto" else resume  # if it was lost before its first save
-            return self._newest_checkpoint() or given, is_restarted
-        return resume, False
+        # A launch that was started anew before its first save begins where it began.
+        newest = self._newest_checkpoint() if is_restarted or resume == "auto" else None
+        if newest is None and given is not None:
+            verify(Path(given))
+        return newest or given, is_restarted
 
     def _newest_checkpoint(self) -> str | None:
-        """The checkpoint of most steps, best.pt included; damaged ones are set aside on the way."""
-        if self.best.exists():
-            self._is_whole(self.best)
-        found = self._found()
-        for _, path in reversed(found):
-            if self._is_whole(path):
-                return str(path)
-        if found:
+        """The checkpoint of most steps that verifies, best.pt included.
+
+        Those that do not are set aside, if there is another: else it may be the machine that fails.
+
+        Raises:
+            CheckpointError: there are checkpoints, and none of them can be read.
+        """
+        failures: list[tuple[Path, str]] = []
+        newest = None
+        for _, path in reversed(self._found()):
+            if newest is not None and path != self.best:
+                continue
+            try:
+                verify(path)
+                newest = newest or str(path)
+            except CheckpointError as error:
+                failures.append((path, str(error)))
+        if failures and newest is None:
             raise CheckpointError(
-                f"no checkpoint in {self.checkpoints} can be read: start anew with --overwrite, "
-                "or choose another --out_dir"
+                f"no checkpoint in {self.checkpoints} can be read ({failures[0][1]}): start anew "
+                "with --overwrite, or choose another --out_dir"
             )
-        return None
+        for path, failure in failures:
+            aside = _set_aside(path, "damaged")
+            say(f"not resumed from: {failure}" + (f"; set aside as {aside.name}" if aside else ""))
+        return newest
 
     def last_good_checkpoint(self) -> str | None:
-        """The newest checkpoint whose last step had an update, or None."""
-        for _, path in reversed(self._found()):
-            if self._is_whole(path) and load_checkpoint(path).get("skipped_in_a_row", 0) == 0:
-                return str(path)
-        return None
+        """The newest checkpoint whose last step had an update; else the newest; or None.
 
-    def claim(self, resumed_from: str | None, iteration: int, overwrite: bool) -> bool:
+        One without an update in its last steps has the weights of the last one that had.
+        """
+        others = []
+        for _, path in reversed(self._found()):
+            try:
+                verify(path)
+            except CheckpointError as error:
+                say(f"passed over: {error}")
+                continue
+            if load_checkpoint(path).get("skipped_in_a_row", 0) == 0:
+                return str(path)
+            others.append(str(path))
+        return others[0] if others else None
+
+    def claim(self, resumed_from: str | None, iteration: int, overwrite: bool) -> float | None:
         """Make the folder this run's own.
 
         Args:
@@ -116,7 +141,7 @@ class RunFolder:
             overwrite: delete the run that the folder holds.
 
         Returns:
-            Whether it holds a best.pt.
+            The validation loss of its best.pt; None without one.
 
         Raises:
             CommandLineError: the folder holds another run than the one that goes on and overwrite
@@ -129,29 +154,39 @@ class RunFolder:
                 f"{self.path} holds a run of {found[-1][0]} steps: go on with --resume auto, "
                 "start anew with --overwrite, or choose another --out_dir"
             )
+        aside = [*self.checkpoints.glob("*.damaged*"), *self.checkpoints.glob("*.superseded*")]
+        if aside and not goes_on and not overwrite:
+            raise CommandLineError(
+                f"{self.checkpoints} holds checkpoints that were set aside, {aside[0].name}: move "
+                "them away, start anew with --overwrite, or choose another --out_dir"
+            )
         try:
             if not goes_on:
                 self._delete_run()
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             for half_written in self.checkpoints.glob(f".*{HALF_WRITTEN}"):
                 half_written.unlink()
-            write_status(self.path, RUNNING)
-            if self._lock is not None:
-                run_lock.sign(self._lock, self._agents)
         except OSError as error:
             raise CommandLineError(f"cannot use out_dir {self.path}: {error}") from error
+        self.write_status(RUNNING)
+        if self._lock is not None:
+            run_lock.sign(self._lock, self._agents)
         return self.set_aside_later(iteration, resumed_from)
 
-    def set_aside_later(self, iteration: int, resumed_from: str | None) -> bool:
+    def set_aside_later(self, iteration: int, resumed_from: str | None) -> float | None:
         """After a resume from an older checkpoint, the later ones belong to another history.
 
         Returns:
-            Whether there is a best.pt.
+            The validation loss of best.pt; None without one.
         """
         for number, path in self._found():
             if number > iteration and _set_aside(path, "superseded"):
                 say(f"set aside {path}: later than {resumed_from}")
-        return self.best.exists()
+        try:
+            best: float = load_checkpoint(self.best)["best_val_loss"]
+        except CheckpointError:
+            return None
+        return best
 
     def save(
         self,
@@ -187,24 +222,15 @@ class RunFolder:
         except OSError as error:
             say(f"{self.path}: the status {status!r} is not written: {error}")
 
-    def _is_whole(self, path: Path) -> bool:
-        """Whether a checkpoint verifies; if not, it is set aside and named."""
-        try:
-            verify(path)
-        except CheckpointError as error:
-            aside = _set_aside(path, "damaged")
-            say(f"not resumed from: {error}" + (f"; set aside as {aside.name}" if aside else ""))
-            return False
-        return True
-
     def _found(self) -> list[tuple[int, Path]]:
         """All checkpoints in the folder with their iterations, in this order."""
         found: list[tuple[int, Path]] = []
         if self.best.exists():
             try:
-                found.append((load_checkpoint(self.best)["iteration"], self.best))
-            except CheckpointError as error:
-                say(f"passed over: {error}")
+                iteration = load_checkpoint(self.best)["iteration"]
+            except CheckpointError:
+                iteration = 0  # whatever it is, it is there
+            found.append((iteration, self.best))
         # Stable: of two with one iteration the numbered one comes last.
         return sorted([*found, *numbered_checkpoints(self.checkpoints)], key=lambda pair: pair[0])
 

@@ -4,6 +4,7 @@ Rank 0 alone looks at the disk and decides; what it decides, all ranks do.
 """
 
 import math
+import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,7 @@ from data.tokens import EpochWindows
 from dist.collectives import all_gather_objects
 from training import checkpoint, resume
 from training.bad_steps import DivergedError
-from training.checkpoint_file import load_checkpoint, verify
+from training.checkpoint_file import CheckpointError, archive_end, load_checkpoint, verify
 from training.config import ScheduleConfig, write_config
 from training.config_checks import with_length
 from training.job import PROGRESS, Job
@@ -35,9 +36,10 @@ def resume_or_start(job: Job, schedule: ScheduleConfig) -> None:
     """
     config, folder, world = job.config.run, job.folder, job.world
     agents = all_gather_objects(agent())
+    is_measured_anew = False
     path, is_restarted = world.on_rank_zero(partial(folder.enter, config.resume, agents))
     if path is not None:
-        saved = load_checkpoint(path)
+        saved = load_alike(path)
         resume.check(
             saved,
             job.config.to_dict(),
@@ -57,22 +59,41 @@ def resume_or_start(job: Job, schedule: ScheduleConfig) -> None:
             job.say(f"  changed since: {change}")
         for line in resume.schedule_changes(saved["config"], now, job.iteration):
             job.say(f"  {line}")
+        is_measured_anew = resume.is_measured_anew(saved, now, job.data_fingerprint)
     elif config.init_from is not None:
         start_from_weights(job, config.init_from)
     overwrite = config.overwrite and not is_restarted
-    has_best = world.on_rank_zero(partial(folder.claim, path, job.iteration, overwrite))
-    if not has_best:  # what was best lies in another folder, or came later: find one here
-        job.best_val_loss = math.inf
+    # With nothing left to do, later checkpoints are no other history.
+    last = sys.maxsize if path is not None and job.is_last else job.iteration
+    best = world.on_rank_zero(partial(folder.claim, path, last, overwrite))
+    # What was best may lie in another folder, have come later, or been measured otherwise.
+    job.best_val_loss = math.inf if best is None or is_measured_anew else best
     if not (path is not None and job.is_last):
         # As it was asked for: filled in, a longer run made of this file would keep this one's ends.
         asked_for = replace(job.config, schedule=schedule)
         world.on_rank_zero(partial(write_config, asked_for, folder.config))
 
 
+def load_alike(path: str) -> dict[str, Any]:
+    """Load a checkpoint on every rank; every rank must call it.
+
+    Raises:
+        CheckpointError: it cannot be read, or is not the same file on all ranks.
+    """
+    saved = load_checkpoint(path)
+    ends = all_gather_objects(archive_end(Path(path)))
+    if len(set(ends)) > 1:
+        raise CheckpointError(
+            f"{path} is not the same file on all ranks: it must lie on a file system that all "
+            "machines share"
+        )
+    return saved
+
+
 def start_from_weights(job: Job, path: str) -> None:
     """Begin a new run with the weights of a checkpoint, and with nothing else of it."""
     job.world.on_rank_zero(partial(verify, Path(path)))
-    saved = load_checkpoint(path)
+    saved = load_alike(path)
     resume.check_init(
         saved,
         job.config.to_dict(),
@@ -131,16 +152,14 @@ def go_back(job: Job, schedule: ScheduleConfig) -> None:
         raise DivergedError(f"{diverged}: {advice}")
     if job.rollbacks > 0:
         raise DivergedError(f"{diverged}, again after going back to a checkpoint: {advice}")
-    job.writer.finish()
     path = job.world.on_rank_zero(job.folder.last_good_checkpoint)
     if path is None:
         raise DivergedError(f"{diverged}, and there is no good checkpoint to go back to: {advice}")
-    saved = load_checkpoint(path)
+    saved = load_alike(path)
     samples, skipped = job.samples, job.skipped_steps
     restore(job, saved, schedule, samples)
-    job.skipped_steps = skipped
+    job.skipped_steps, job.skipped_in_a_row = skipped, 0
     job.rollbacks += 1
-    has_best = job.world.on_rank_zero(partial(job.folder.set_aside_later, job.iteration, path))
-    if not has_best:
-        job.best_val_loss = math.inf
+    best = job.world.on_rank_zero(partial(job.folder.set_aside_later, job.iteration, path))
+    job.best_val_loss = math.inf if best is None else best
     job.say(f"{diverged}: going back to {path}, and past the text seen since")

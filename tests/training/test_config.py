@@ -197,3 +197,12 @@ def test_every_ready_configuration_works_on_1_2_and_8_processes(path):
         check(config, world_size)
     config.model.resolve(tokenizer_vocab_size=32768)
     with_length(config, num_windows=1_000_000)
+
+
+def test_weights_that_overwrite_would_delete_are_refused_to_begin_with(tmp_path):
+    out_dir = tmp_path / "run"
+    argv = ["--out_dir", str(out_dir), "--overwrite", "--init_from"]
+    inside = load_config("A test.", [*argv, str(out_dir / "checkpoints" / "best.pt")])
+    with pytest.raises(CommandLineError, match="overwrite would delete init_from"):
+        check(inside, 1)
+    check(load_config("A test.", [*argv, str(tmp_path / "best.pt")]), 1)

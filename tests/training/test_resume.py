@@ -364,3 +364,19 @@ def test_another_optimizer_is_refused_and_new_runs_may_have_it():
     old = {name: value for name, value in saved["config"].items() if name != "optimizer"}
     go_on(checkpoint(old), options())  # of before there was a choice
     check_init(saved, options("--optimizer", "muon"), tokenizer_json=TOKENIZER)
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        ((), False),
+        (("--lr_max", "0.1"), False),
+        (("--val_windows", "7"), True),
+        (("--seed", "5"), True),
+        (("--max_seq_len", "64"), True),
+    ],
+)
+def test_a_loss_of_other_validation_windows_is_no_yardstick(argv, expected):
+    saved = checkpoint(options())
+    assert resume.is_measured_anew(saved, options(*argv), DATA) is expected
+    assert resume.is_measured_anew(saved, options(*argv), OTHER_DATA)

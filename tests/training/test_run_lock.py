@@ -12,6 +12,7 @@ import pytest
 
 from tests.harness import ROOT
 from training import run_lock
+from training.checkpoint_file import FORMAT_VERSION, checkpoint_path, save
 from training.command_line import CommandLineError
 from training.run_folder import RunFolder
 
@@ -110,3 +111,56 @@ def test_a_launch_that_was_started_anew_goes_on_though_it_was_told_to_overwrite(
     # What it was told to go on from counts as long as it has no checkpoint of its own.
     assert again._lock is not None
     again._lock.close()
+
+
+def written(folder: RunFolder, iteration: int, **entries: object) -> Path:
+    """A checkpoint of nothing, with these entries."""
+    folder.checkpoints.mkdir(parents=True, exist_ok=True)
+    path = checkpoint_path(folder.checkpoints, iteration)
+    content = {"format_version": FORMAT_VERSION, "model": {}, "optimizer": {}, "config": {}}
+    content |= {"best_val_loss": 0.5, "tokenizer": "{}", "rng": [], "iteration": iteration}
+    save(content | entries, path)
+    return path
+
+
+def test_a_launch_that_was_started_anew_needs_no_more_what_it_began_with(tmp_path):
+    """The file that --resume named may have been rotated away since."""
+    folder = checkpointless(tmp_path / "run")
+    begun_with = written(folder, 5)
+    assert folder.enter(str(begun_with), ["me"]) == (str(begun_with), False)
+    folder.claim(str(begun_with), 5, overwrite=False)
+    begun_with.unlink()
+    later = written(folder, 9)
+    assert folder._lock is not None
+    folder._lock.close()
+    again = checkpointless(tmp_path / "run")
+    assert again.enter(str(begun_with), ["me"]) == (str(later), True)
+
+
+def test_what_was_set_aside_is_deleted_by_overwrite_alone(tmp_path):
+    folder = checkpointless(tmp_path / "run")
+    aside = written(folder, 5).rename(folder.checkpoints / "ckpt_00000005.pt.damaged")
+    assert folder.enter("auto", ["me"]) == (None, False)
+    with pytest.raises(CommandLineError, match="set aside, ckpt_00000005"):
+        folder.claim(None, 0, overwrite=False)
+    assert aside.exists()
+    folder.claim(None, 0, overwrite=True)
+    assert not aside.exists()
+
+
+def test_of_checkpoints_without_an_update_the_newest_is_good_where_there_is_no_other(tmp_path):
+    folder = checkpointless(tmp_path)
+    written(folder, 5, skipped_in_a_row=1)
+    newest = written(folder, 6, skipped_in_a_row=2)
+    assert folder.last_good_checkpoint() == str(newest)
+    good = written(folder, 4, skipped_in_a_row=0)
+    assert folder.last_good_checkpoint() == str(good)
+
+
+def test_the_best_loss_is_that_of_the_file(tmp_path):
+    folder = checkpointless(tmp_path)
+    newest = written(folder, 6)
+    assert folder.set_aside_later(6, None) is None
+    written(folder, 4, best_val_loss=0.75).rename(folder.best)
+    assert folder.set_aside_later(6, None) == 0.75
+    assert newest.exists()
