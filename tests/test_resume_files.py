@@ -102,8 +102,9 @@ def test_the_newest_checkpoints_and_the_best_stay_where_numbers_get_a_digit_more
 ):
     start(run_main, 1, data_dir, tmp_path / "run", iterations=1, val_interval=1)
     saved = saved_at(tmp_path / "run", 1)
-    saved |= {"iteration": first - 1, "best_val_loss": 0.0}  # best.pt is of step 1 and stays so
-    save(saved, path_of(tmp_path / "run", first - 1))
+    saved["best_val_loss"] = 0.0  # best.pt is of step 1 and stays so
+    save(saved, tmp_path / "run" / "checkpoints" / "best.pt")
+    save(saved | {"iteration": first - 1}, path_of(tmp_path / "run", first - 1))
     path_of(tmp_path / "run", 1).unlink()
     options = {"checkpoint_interval": 1, "keep_checkpoints": keep, "val_interval": 2}
     (noted,) = start(
