@@ -100,7 +100,7 @@ class StateGather:
 
         Yields:
             On rank 0 name, key, and the whole tensor in the weight's shape, on the device that
-            tensors are on or the CPU; to be used before the next one is asked for.
+            tensors are on or the CPU; its memory is not used again, unless it is of `tensors`.
         """
         if self._by_rank is None:
             for tensor in tensors:

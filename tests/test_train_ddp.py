@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -475,3 +476,24 @@ def test_prepare_train_resume_and_generate_through_the_real_commands(tmp_path):
     assert text.returncode == 0, text.stderr
     assert text.stdout.startswith("abc")
     assert len(text.stdout) > 10
+
+
+def signalled_at_the_start(argv: list[str]) -> None:
+    """As by a cluster that takes its machine back while the job is still reading its checkpoint."""
+    import train_ddp
+
+    begin = train_ddp.resume_or_start
+
+    def signalled(*args):
+        os.kill(os.getpid(), signal.SIGTERM)
+        begin(*args)
+
+    with mock.patch.object(train_ddp, "resume_or_start", signalled):
+        run_main(argv)
+
+
+def test_a_signal_while_the_run_starts_lets_it_save_and_leave(tmp_path, data_dir):
+    argv = flags(**{**TINY, "data_dir": data_dir, "out_dir": tmp_path / "run"})
+    run_distributed(signalled_at_the_start, 2, argv, process_group=False)
+    assert final(tmp_path / "run", 1)["iteration"] == 1
+    assert (tmp_path / "run" / "status").read_text() == "to be continued: SIGTERM\n"

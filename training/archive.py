@@ -119,7 +119,8 @@ class ArchiveWriter:
         Args:
             record: one that stands in the content.
             tensor: of the record's shape and dtype, on any device and in any layout. It may be
-                overwritten once this returns.
+                overwritten as soon as the file lets go of it: once this returns, unless the file is
+                a WriteBehind.
 
         Raises:
             ValueError: the record is not of the content or is written already, shape or dtype is

@@ -175,6 +175,10 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
         open(path, "rb").close()
     except FileNotFoundError:
         raise CheckpointError(f"checkpoint {path} does not exist{_what_is_there(path)}") from None
+    except IsADirectoryError:
+        raise CheckpointError(
+            f"{path} is a folder: name a checkpoint in it, or give --out_dir and --resume auto"
+        ) from None
     except OSError as error:
         raise CheckpointError(f"checkpoint {path} cannot be read: {error.strerror}") from error
     checkpoint = _read(path)

@@ -167,6 +167,10 @@ def test_a_missing_checkpoint_is_named_with_what_is_there(tmp_path):
     assert "ckpt.pt" in message
 
 
+def test_a_folder_is_no_checkpoint_and_the_answer_says_what_to_type(tmp_path):
+    assert "is a folder: name a checkpoint in it" in refused(tmp_path)
+
+
 def test_a_truncated_checkpoint_is_refused(tmp_path):
     path = saved(tmp_path)
     whole = path.read_bytes()

@@ -76,3 +76,18 @@ def test_a_full_disk_stops_the_measurements_and_not_the_training(tmp_path, capsy
     said = capsys.readouterr().out
     assert said.count("measurements are not written") == 1
     assert "No space left on device" in said
+
+
+def test_a_disk_that_is_full_at_the_start_stops_the_measurements_and_not_the_run(
+    tmp_path, monkeypatch, capsys
+):
+    write_steps(tmp_path, 0, range(1, 4), offset=0.0)
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("training.metrics.keep_until", full)
+    write_steps(tmp_path, 2, range(3, 5), offset=0.5)
+    assert "measurements are not written" in capsys.readouterr().out
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
