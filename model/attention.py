@@ -67,41 +67,50 @@ class ShortAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Mix the values; all are (batch, heads, seq, head_dim) bf16."""
-        seq, ctx.scale = queries.shape[-2], queries.shape[-1] ** -0.5
-        future = torch.ones(seq, seq, dtype=torch.bool, device=queries.device).triu_(1)
-        with torch.autocast(queries.device.type, enabled=False):  # it would narrow the scores
-            scores = (queries.float() * ctx.scale) @ keys.float().transpose(-2, -1)
-        # (batch, heads, seq, seq)
-        weights = scores.masked_fill_(future, -torch.inf).softmax(dim=-1).to(values.dtype)
-        ctx.save_for_backward(queries, keys, values, weights)
-        return weights @ values
+        """Mix values (batch, heads, seq, head_dim) bf16; queries and keys alike, fp32 or bf16."""
+        batch, heads, seq, head_dim = queries.shape
+        device, dtype = queries.device, values.dtype
+        ctx.scale = head_dim**-0.5
+        # (batch * heads, seq, head_dim)
+        queries, keys, flat_values = (x.flatten(0, 1) for x in (queries, keys, values))
+        causal = torch.zeros(seq, seq, device=device).masked_fill_(
+            torch.ones(seq, seq, dtype=torch.bool, device=device).triu_(1), -torch.inf
+        )
+        with torch.autocast(device.type, enabled=False):  # it would narrow the scores
+            scores = torch.baddbmm(
+                causal, queries.float(), keys.float().transpose(-2, -1), alpha=ctx.scale
+            )
+        weights = scores.softmax(dim=-1).to(dtype)  # (batch * heads, seq, seq)
+        ctx.save_for_backward(queries.to(dtype), keys.to(dtype), flat_values, weights)
+        return (weights @ flat_values).view(batch, heads, seq, head_dim)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of queries, keys and values."""
         queries, keys, values, weights = ctx.saved_tensors
+        shape, grad = grad.shape, grad.flatten(0, 1)
         grad_weights = grad @ values.transpose(-2, -1)
         grad_scores = torch._softmax_backward_data(grad_weights, weights, -1, weights.dtype)
         grad_scores *= ctx.scale
-        return (
+        grads = (
             grad_scores @ keys,
             grad_scores.transpose(-2, -1) @ queries,
             weights.transpose(-2, -1) @ grad,
         )
+        return tuple(x.view(shape) for x in grads)
 
 
-def is_short(queries: Tensor) -> bool:
+def is_short(values: Tensor) -> bool:
     """Whether `ShortAttention` is the faster way: training in bf16 on the CPU, short sequences.
 
     Without gradients and in fp32 torch's kernel is as fast or faster; GPUs were not measured.
     """
     return (
-        queries.requires_grad
-        and queries.dtype == torch.bfloat16
-        and queries.device.type == "cpu"
-        and queries.shape[-2] <= MAX_SHORT_SEQ
+        values.requires_grad
+        and values.dtype == torch.bfloat16
+        and values.device.type == "cpu"
+        and values.shape[-2] <= MAX_SHORT_SEQ
     )
 
 
@@ -144,31 +153,28 @@ class Attention(nn.Module):
         """
         batch, seq, _ = x.shape
         heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
-        # each (batch, heads, seq, head_dim)
-        queries, keys, values = (
-            part.view(batch, seq, count, self.head_dim).transpose(1, 2)
-            for count, part in zip(
-                heads,
-                self.qkv(x).split([count * self.head_dim for count in heads], dim=-1),
-                strict=True,
-            )
-        )
+        parts = self.qkv(x).view(batch, seq, sum(heads), self.head_dim).split(heads, dim=2)
+        # each (batch, heads, seq, head_dim); queries and keys are fp32 from here on
+        queries, keys, values = (part.transpose(1, 2) for part in parts)
         if self.query_norm is not None and self.key_norm is not None:
-            queries, keys = self.query_norm(queries), self.key_norm(keys)
+            queries, keys = (
+                norm(part.to(torch.float32, memory_format=torch.contiguous_format))
+                for norm, part in ((self.query_norm, queries), (self.key_norm, keys))
+            )
         queries, keys = rotate(queries, *angles), rotate(keys, *angles)
         if cache is not None:
             assert positions is not None
             end = seq if mask is None else mask.shape[-1]
-            keys, values = cache.update(self.layer, keys, values, positions, end)
-        if mask is None and is_short(queries):
+            keys, values = cache.update(self.layer, keys.to(values.dtype), values, positions, end)
+        if mask is None and is_short(values):
             groups = self.num_heads // self.num_kv_heads
             if groups > 1:
                 keys, values = (x.repeat_interleave(groups, dim=1) for x in (keys, values))
             mixed = ShortAttention.apply(queries, keys, values)
         else:
             mixed = F.scaled_dot_product_attention(
-                queries,
-                keys,
+                queries.to(values.dtype),
+                keys.to(values.dtype),
                 values,
                 attn_mask=mask,
                 is_causal=mask is None,

@@ -11,28 +11,30 @@ from torch.autograd.function import once_differentiable
 class _Normalise(torch.autograd.Function):
     """RMSNorm's formula, with the gradient written out.
 
-    With scale = 1 / sqrt(mean(x^2) + eps), unit = x * scale and g = grad * weight, the gradient of
-    x is scale * (g - unit * mean(g * unit)). For 512 x 512 on one thread of a CPU that takes
-    0.6 ms where autograd through the operations takes 1.1: 2 % of a training step.
+    With scale = 1 / sqrt(mean(x^2) + eps) and g = grad * weight, the gradient of x is
+    scale * g - x * scale^3 * mean(g * x). For 512 x 512 on one thread of a CPU that takes 0.6 ms
+    where autograd through the operations takes 1.1: 2 % of a training step.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.float()
-        scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
-        unit = wide * scale
-        ctx.save_for_backward(unit, scale, weight)
-        return (unit * weight).to(x.dtype)
+        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        scale = torch.rsqrt(norm.square_().div_(x.shape[-1]).add_(eps))
+        ctx.save_for_backward(x, scale, weight)
+        return (wide * scale).mul_(weight).to(x.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        unit, scale, weight = ctx.saved_tensors
-        along = grad * unit  # fp32, as unit is
-        grad_weight = along.flatten(0, -2).sum(dim=0)
-        mean = along.mul_(weight).mean(dim=-1, keepdim=True)
-        grad_x = (grad * weight).addcmul_(unit, mean, value=-1).mul_(scale)
-        return grad_x.to(grad.dtype), grad_weight, None
+        x, scale, weight = ctx.saved_tensors
+        width = x.shape[-1]
+        wide, grad = x.float(), grad.float()
+        along = (grad * wide).flatten(0, -2)
+        grad_weight = torch.mv(along.T, scale.flatten())
+        shared = torch.mv(along, weight).view(scale.shape).mul_(scale.pow(3)).div_(-width)
+        grad_x = (grad * weight).mul_(scale).addcmul_(wide, shared)
+        return grad_x.to(x.dtype), grad_weight, None
 
 
 class RMSNorm(nn.Module):
@@ -81,10 +83,40 @@ class RotaryEmbedding(nn.Module):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn (batch, heads, seq, head_dim) by the angles of `RotaryEmbedding.at`."""
-    first, second = x.chunk(2, dim=-1)
-    turned = torch.cat((-second, first), dim=-1)
-    return (x * cos + turned * sin).to(x.dtype)
+    """Turn (batch, heads, seq, head_dim) by the angles of `RotaryEmbedding.at`.
+
+    The result is contiguous, and fp32 for 16-bit `x`: who wants it narrower narrows it once.
+    """
+    return _Rotate.apply(x, cos, sin)
+
+
+class _Rotate(torch.autograd.Function):
+    """A rotation, whose gradient is the rotation back: none of its steps need be kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.dtype = x.dtype
+        return _turned(x, cos, sin, 1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _turned(grad, cos, sin, -1).to(ctx.dtype), None, None
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
+    half = x.shape[-1] // 2
+    dtype = torch.promote_types(x.dtype, cos.dtype)
+    if x.dtype == dtype and x.is_contiguous():
+        wide = x
+    else:  # both in one pass
+        wide = torch.empty(x.shape, dtype=dtype, device=x.device).copy_(x)
+    turned = wide * cos
+    turned[..., :half].addcmul_(wide[..., half:], sin[..., :half], value=-sign)
+    turned[..., half:].addcmul_(wide[..., :half], sin[..., half:], value=sign)
+    return turned
 
 
 class SwiGLU(nn.Module):
@@ -100,5 +132,23 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., d_model) -> (..., d_model)."""
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(F.silu(gate) * up)
+        return self.down(_Gate.apply(self.gate_up(x)))
+
+
+class _Gate(torch.autograd.Function):
+    """silu(gate) * up of (..., gate and up), with the gradient written out: no zeros to fill."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        activated = F.silu(gate)
+        ctx.save_for_backward(gate_up, activated)
+        return activated * up
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        gate_up, activated = ctx.saved_tensors
+        gate, up = gate_up.chunk(2, dim=-1)
+        grad_gate = torch.ops.aten.silu_backward(grad * up, gate)
+        return torch.cat((grad_gate, grad * activated), dim=-1)

@@ -46,7 +46,7 @@ def test_rms_norm_of_heads_has_the_gradients_of_autograd(dtype, tolerance):
     weight = norm.weight.detach().clone().requires_grad_()
     towards = normal(2, 3, 7, 24, seed=2).to(dtype)
     result, expected = norm(x), norm_in_plain_operations(y, weight, norm.eps)
-    assert torch.equal(result, expected)
+    torch.testing.assert_close(result, expected, rtol=tolerance, atol=2e-6)
     result.backward(towards)
     expected.backward(towards)
     torch.testing.assert_close(x.grad, y.grad, rtol=tolerance, atol=2e-6)
@@ -110,9 +110,36 @@ def test_each_row_of_a_batch_is_turned_by_its_own_positions():
         assert torch.equal(together[row], rotate(x[row : row + 1], *rotary.at(positions[row]))[0])
 
 
-def test_rotation_keeps_the_dtype():
+def test_what_is_rotated_is_contiguous_and_at_least_float32():
     angles = RotaryEmbedding(8, 4).at(torch.arange(4))
-    assert rotate(normal(1, 1, 4, 8).bfloat16(), *angles).dtype == torch.bfloat16
+    for dtype, expected in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
+        x = normal(2, 4, 3, 8).to(dtype).transpose(1, 2)
+        turned = rotate(x, *angles)
+        assert turned.dtype == expected
+        assert turned.is_contiguous()
+        wide = x.to(expected).contiguous()
+        torch.testing.assert_close(turned, rotate(wide, *angles), rtol=0, atol=0)
+
+
+def test_the_gradient_of_a_rotation_is_that_of_autograd():
+    def plainly(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        first, second = x.chunk(2, dim=-1)
+        return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+    angles = RotaryEmbedding(8, 16).at(torch.tensor([[3, 4, 5], [0, 9, 15]]))
+    x = normal(2, 3, 4, 8).transpose(1, 2)[:, :, :3].requires_grad_()
+    y = x.detach().clone().requires_grad_()
+    towards = normal(2, 4, 3, 8, seed=2)
+    rotate(x, *angles).backward(towards)
+    plainly(y, *angles).backward(towards)
+    torch.testing.assert_close(x.grad, y.grad, rtol=1e-6, atol=1e-6)
+
+
+def test_a_gradient_of_16_bits_goes_back_to_16_bit_heads():
+    x = normal(2, 4, 3, 8).bfloat16().requires_grad_()
+    rotate(x, *RotaryEmbedding(8, 4).at(torch.arange(3))).sum().backward()
+    assert x.grad is not None
+    assert x.grad.dtype == torch.bfloat16
 
 
 def test_rotary_tables_are_not_in_the_state_dict():
