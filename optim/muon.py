@@ -15,7 +15,7 @@ Newhouse 2024, arXiv:2409.20325; about 0.02 from GPT-2 124M to 1.5B in Jordan's 
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,7 +45,7 @@ class Muon(AdamW):
 
     Args:
         params: dicts of `params` with options of their own, as in torch. `whole_matrices: True`
-            makes a group Muon's; it may have `momentum` and `dtype`, too, and `row_blocks`, where a
+            makes a group Muon's; it may have a `momentum` of its own, and `row_blocks`, where a
             matrix is several maps one below the other: their numbers of rows. Each then is made
             orthogonal by itself.
         lr: learning rate; the groups differ by `lr_scale` (see optim/schedule.py) or their own lr.
@@ -66,7 +66,7 @@ class Muon(AdamW):
         dtype: torch.dtype = torch.bfloat16,
         **adamw: Any,
     ) -> None:
-        self._options = {"momentum": momentum, "dtype": dtype}
+        self._momentum, self._dtype = momentum, dtype
         super().__init__(params, lr=lr, **adamw)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -76,7 +76,7 @@ class Muon(AdamW):
             ValueError: see the class.
         """
         if param_group.get("whole_matrices", False):
-            param_group = {**self._options, **param_group}
+            param_group = {"momentum": self._momentum, **param_group}
             if not 0 <= param_group["momentum"] < 1:
                 raise ValueError(f"momentum {param_group['momentum']} must be in [0, 1)")
             param_group["params"] = list(param_group["params"])
@@ -85,40 +85,64 @@ class Muon(AdamW):
                     raise ValueError(f"Muon is for matrices, not for shape {tuple(param.shape)}")
         super().add_param_group(param_group)
 
+    @torch.no_grad()
+    def step(  # type: ignore[override]  # torch overloads it, to the same effect
+        self, closure: Callable[[], float] | None = None
+    ) -> float | None:
+        """Update every parameter that has a gradient; see `AdamW.step`."""
+        loss = super().step(closure)
+        moved = [
+            (param, group)
+            for group in self.param_groups
+            if group.get("whole_matrices", False)
+            for param in group["params"]
+            if param.grad is not None
+        ]
+        directions = [self._direction(param, group["momentum"]) for param, group in moved]
+        maps = [
+            direction.split(list(group.get("row_blocks", direction.shape[-2:-1])), dim=-2)
+            for direction, (_, group) in zip(directions, moved, strict=True)
+        ]
+        steps = iter(orthogonal_each([block for blocks in maps for block in blocks], self._dtype))
+        for (param, group), blocks in zip(moved, maps, strict=True):
+            update = torch.cat([_scaled(next(steps)) for _ in blocks], dim=-2)
+            param.mul_(1 - group["lr"] * group["weight_decay"])
+            param.sub_(group["lr"] * update.to(param.dtype).view_as(param))
+        return loss
+
     def _update_group(self, group: dict[str, Any]) -> None:
         if not group.get("whole_matrices", False):
             super()._update_group(group)
-            return
-        by_shape: dict[tuple[Any, ...], list[Tensor]] = defaultdict(list)
-        for param in group["params"]:
-            if param.grad is not None:
-                by_shape[param.shape[-2:], param.dtype, param.device].append(param)
-        for params in by_shape.values():
-            self._update_matrices(params, group)
 
-    def _update_matrices(self, params: list[Tensor], group: dict[str, Any]) -> None:
-        """Update matrices of one shape, type and device."""
-        momentum = group["momentum"]
-        directions = []
-        for param in params:
-            assert param.grad is not None
-            state = self.state[param]
-            wide = torch.float32 if param.dtype in HALF_PRECISION else param.dtype
-            if not state:
-                state["momentum_buffer"] = torch.zeros_like(param, dtype=wide)
-            gradient = param.grad.to(wide)
-            buffer = state["momentum_buffer"].lerp_(gradient, 1 - momentum)
-            directions.append(gradient.lerp(buffer, momentum).view(-1, *param.shape[-2:]))
-        stack = directions[0] if len(directions) == 1 else torch.cat(directions)
-        rows, columns = stack.shape[-2:]
-        blocks = [
-            orthogonal(block, group["dtype"]) * math.sqrt(max(1.0, block.shape[-2] / columns))
-            for block in stack.split(list(group.get("row_blocks", (rows,))), dim=-2)
-        ]
-        updates = torch.cat(blocks, dim=-2).to(stack.dtype).split([len(d) for d in directions])
-        for param, update in zip(params, updates, strict=True):
-            param.mul_(1 - group["lr"] * group["weight_decay"])
-            param.sub_(group["lr"] * update.view_as(param))
+    def _direction(self, param: Tensor, momentum: float) -> Tensor:
+        """Nesterov's momentum after one more gradient, (count, rows, columns)."""
+        assert param.grad is not None
+        state = self.state[param]
+        wide = torch.float32 if param.dtype in HALF_PRECISION else param.dtype
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(param, dtype=wide)
+        gradient = param.grad.to(wide)
+        buffer = state["momentum_buffer"].lerp_(gradient, 1 - momentum)
+        return gradient.lerp(buffer, momentum).view(-1, *param.shape[-2:])
+
+
+def orthogonal_each(stacks: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """`orthogonal` of several stacks; all matrices of one size go through each product together.
+
+    A matrix and a transposed one are of one size. A product of many small matrices takes little
+    longer than that of a few.
+    """
+    results: list[Tensor] = list(stacks)
+    by_size: dict[tuple[Any, ...], list[int]] = defaultdict(list)
+    for place, stack in enumerate(stacks):
+        by_size[tuple(sorted(stack.shape[-2:])), stack.device].append(place)
+    for places in by_size.values():
+        wide = [_wide(stacks[place]) for place in places]
+        parts = orthogonal(torch.cat(wide), dtype).split([len(stack) for stack in wide])
+        for place, part in zip(places, parts, strict=True):
+            is_tall = stacks[place].shape[-2] > stacks[place].shape[-1]
+            results[place] = part.mT if is_tall else part
+    return results
 
 
 def orthogonal(stack: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -132,7 +156,7 @@ def orthogonal(stack: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         (count, rows, columns) of `dtype`, singular values between about 0.7 and 1.2; 0 stays 0.
     """
     is_tall = stack.shape[-2] > stack.shape[-1]
-    x = stack.mT if is_tall else stack
+    x = _wide(stack)
     # The Frobenius norm is at least the spectral one, and below 1 the polynomial converges.
     norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
     x = (x / norm.clamp(min=EPS)).to(dtype)
@@ -142,6 +166,15 @@ def orthogonal(stack: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
         x = torch.baddbmm(x, polynomial, x, beta=a)
     return x.mT if is_tall else x
+
+
+def _wide(stack: Tensor) -> Tensor:
+    return stack.mT if stack.shape[-2] > stack.shape[-1] else stack
+
+
+def _scaled(steps: Tensor) -> Tensor:
+    rows, columns = steps.shape[-2:]
+    return steps * math.sqrt(max(1.0, rows / columns))
 
 
 def matrix_groups(
