@@ -21,6 +21,7 @@ that needs whole matrices says so by `whole_matrices = True`, in a group or for 
 attribute, and gets stacks of them, (count, rows, columns), every rank as many.
 """
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -43,6 +44,11 @@ NOT_ELEMENTWISE = tuple(
     for name in ("Adafactor", "LBFGS", "Muon", "SparseAdam")
     if hasattr(torch.optim, name)
 )
+
+
+# Torch wraps this method to keep it out of compiled graphs, and the wrapper imports the compiler at
+# its first call: a second of every start. Called as it was written, it needs none.
+_add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -226,7 +232,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, sharded like the others."""
-        super().add_param_group(param_group)
+        _add_param_group(self, param_group)
         if hasattr(self, "_local"):  # torch's constructor adds the first groups through here
             group = self.param_groups[-1]
             try:

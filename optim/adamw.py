@@ -15,6 +15,7 @@ to the last bit, so that either can continue the other's run. Torch's other form
 and its default on CPUs) round in another order and agree to about 1e-6.
 """
 
+import inspect
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -26,6 +27,11 @@ from torch import Tensor
 # Formats whose steps are too coarse for moments: at beta2 = 0.999 an update of exp_avg_sq is a
 # thousandth of it, and bfloat16 rounds everything below 1/256 to nothing.
 HALF_PRECISION = (torch.bfloat16, torch.float16)
+
+
+# Torch wraps this method to keep it out of compiled graphs, and the wrapper imports the compiler at
+# its first call: a second of every start. Called as it was written, it needs none.
+_add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
 
 
 class AdamW(torch.optim.Optimizer):
@@ -78,7 +84,7 @@ class AdamW(torch.optim.Optimizer):
             ValueError: an option outside its range, or a parameter that is already in a group.
         """
         _check_options({**self.defaults, **param_group})
-        super().add_param_group(param_group)
+        _add_param_group(self, param_group)
 
     @torch.no_grad()
     def step(  # type: ignore[override]  # torch overloads it, to the same effect
