@@ -8,7 +8,7 @@ The arithmetic is torch's fused kernel, one call for a whole list of tensors. An
 memory: written as a dozen operations it moves every moment and weight through memory as often, the
 kernel does so once. For 30 million float32 elements on one CPU thread it took 19 ms, the operations
 as `torch._foreach_*` 110 to 145: about 6 times as much. What is ours is the rest: float32 moments
-for 16-bit parameters, tensors in any layout, state that counts its steps in plain numbers.
+for 16-bit parameters, tensors in any layout, states of any AdamW.
 
 Of contiguous float32 and float64 parameters the update is that of `torch.optim.AdamW(fused=True)`
 to the last bit, so that either can continue the other's run. Torch's other forms (`foreach=True`,
@@ -44,8 +44,8 @@ class AdamW(torch.optim.Optimizer):
         v <- beta2 v + (1 - beta2) g^2
         p <- p - lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
 
-    The state of a parameter is `step` (an int), `exp_avg` (m) and `exp_avg_sq` (v), both of the
-    parameter's shape. A bfloat16 or float16 parameter has float32 moments and its update is
+    The state of a parameter is `step` (0-d float32 on its device, as torch's fused form has it),
+    `exp_avg` (m) and `exp_avg_sq` (v), both of the parameter's shape. A bfloat16 or float16 parameter has float32 moments and its update is
     computed in float32, where torch keeps the moments in 16 bits too. The parameter itself still
     rounds to 16 bits after each step and swallows updates smaller than half of its own: to train in
     mixed precision keep the parameters in float32 and let autocast do the rest.
@@ -61,9 +61,16 @@ class AdamW(torch.optim.Optimizer):
         eps: keeps the quotient finite where gradients are zero, at least 0.
         weight_decay: share of a weight, times lr, that each step removes; at least 0.
 
+    Attributes:
+        found_inf: 0-d float32 on the parameters' device, to be set before `step`: 1 leaves the step
+            out, which then changes and counts nothing; 0 does not. So a GPU can decide, and nobody
+            waits for its answer. None: nothing is left out.
+
     Raises:
         ValueError: an option outside its range; names the value.
     """
+
+    found_inf: Tensor | None = None
 
     def __init__(
         self,
@@ -111,13 +118,14 @@ class AdamW(torch.optim.Optimizer):
 
     def _update_group(self, group: dict[str, Any]) -> None:
         beta1, beta2 = group["betas"]
-        for step, params in self._parameters_by_step(group["params"]):
+        for params in self._parameters_by_kind(group["params"]):
             _update(
                 params,
                 [param.grad for param in params if param.grad is not None],
                 [self.state[param]["exp_avg"] for param in params],
                 [self.state[param]["exp_avg_sq"] for param in params],
-                step=step,
+                [self.state[param]["step"] for param in params],
+                found_inf=self.found_inf,
                 lr=group["lr"],
                 beta1=beta1,
                 beta2=beta2,
@@ -143,18 +151,18 @@ class AdamW(torch.optim.Optimizer):
         saved_ids = [i for group in state_dict["param_groups"] for i in group["params"]]
         params = [param for group in self.param_groups for param in group["params"]]
         for i, param in zip(saved_ids, params, strict=True):
-            if param.dtype in HALF_PRECISION and i in state_dict["state"]:
+            if i not in state_dict["state"]:
+                continue
+            # Not shared: it is counted up in place.
+            self.state[param]["step"] = _counter(state_dict["state"][i]["step"], param).clone()
+            if param.dtype in HALF_PRECISION:
                 for name in ("exp_avg", "exp_avg_sq"):
                     moment = state_dict["state"][i][name]
                     self.state[param][name] = moment.to(param.device, torch.float32)
 
-    def _parameters_by_step(self, params: list[Tensor]) -> list[tuple[int, list[Tensor]]]:
-        """Count one more step for parameters with a gradient; list those that go together.
-
-        What one call of the kernel takes has one device, one type and one bias correction, thus one
-        step. Parameters that always have a gradient share theirs, so one list is the rule.
-        """
-        lists: dict[tuple[torch.device, torch.dtype, int], list[Tensor]] = defaultdict(list)
+    def _parameters_by_kind(self, params: list[Tensor]) -> list[list[Tensor]]:
+        """Parameters with a gradient, in lists of one device and type, as the kernel takes them."""
+        lists: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
         for param in params:
             if param.grad is None:
                 continue
@@ -165,13 +173,12 @@ class AdamW(torch.optim.Optimizer):
             state = self.state[param]
             if not state:
                 dtype = torch.float32 if param.dtype in HALF_PRECISION else param.dtype
-                state["step"] = 0
+                state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
                 state["exp_avg"] = torch.zeros_like(param, dtype=dtype)
                 state["exp_avg_sq"] = torch.zeros_like(param, dtype=dtype)
-            # int: a state that torch.optim.AdamW wrote counts in a float tensor.
-            state["step"] = int(state["step"]) + 1
-            lists[param.device, param.dtype, state["step"]].append(param)
-        return [(step, params) for (_, _, step), params in lists.items()]
+            state["step"] = _counter(state["step"], param)
+            lists[param.device, param.dtype].append(param)
+        return list(lists.values())
 
 
 def decay_groups(
@@ -207,29 +214,31 @@ def _update(
     grads: list[Tensor],
     exp_avgs: list[Tensor],
     exp_avg_sqs: list[Tensor],
+    steps: list[Tensor],
     *,
-    step: int,
+    found_inf: Tensor | None,
     lr: float,
     beta1: float,
     beta2: float,
     eps: float,
     weight_decay: float,
 ) -> None:
-    """Do one step, in place, for tensors of one device and type that are at the same step."""
+    """Do one step, in place, for tensors of one device and type."""
     dtype = torch.float32 if params[0].dtype in HALF_PRECISION else params[0].dtype
     # The kernel walks through memory and takes no notice of strides: handed a transposed gradient
     # it takes each element for another one, and in a slice of a larger tensor it writes beside the
     # slice. So it is given contiguous tensors alone.
     p, g, m, v = (_contiguous(tensors, dtype) for tensors in (params, grads, exp_avgs, exp_avg_sqs))
-    # The kernel reads the step on the device. Filled there, it is not waited for.
-    counter = torch.full((), step, dtype=torch.float32, device=params[0].device)
+    if found_inf is not None:
+        found_inf = found_inf.to(params[0].device)
+    torch._foreach_add_(steps, 1)
     torch._fused_adamw_(
         p,
         g,
         m,
         v,
         [],  # the largest v so far, which amsgrad alone needs
-        [counter] * len(params),
+        steps,
         lr=lr,
         beta1=beta1,
         beta2=beta2,
@@ -237,9 +246,19 @@ def _update(
         eps=eps,
         amsgrad=False,
         maximize=False,
+        found_inf=found_inf,
     )
+    if found_inf is not None:
+        torch._foreach_sub_(steps, [found_inf] * len(steps))
     for updated, tensors in ((p, params), (m, exp_avgs), (v, exp_avg_sqs)):
         _copy_unless_same(updated, tensors)
+
+
+def _counter(step: float | Tensor, param: Tensor) -> Tensor:
+    """A count of steps as the kernel reads it, whoever wrote it: float32, beside the parameter."""
+    if isinstance(step, Tensor):
+        return step.to(param.device, torch.float32)
+    return torch.tensor(float(step), dtype=torch.float32, device=param.device)
 
 
 def _contiguous(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:

@@ -106,8 +106,9 @@ class Muon(AdamW):
         steps = iter(orthogonal_each([block for blocks in maps for block in blocks], self._dtype))
         for (param, group), blocks in zip(moved, maps, strict=True):
             update = torch.cat([_scaled(next(steps)) for _ in blocks], dim=-2)
-            param.mul_(1 - group["lr"] * group["weight_decay"])
-            param.sub_(group["lr"] * update.to(param.dtype).view_as(param))
+            moved = param * (1 - group["lr"] * group["weight_decay"])
+            moved.sub_(group["lr"] * update.to(param.dtype).view_as(param))
+            self._write(param, moved)
         return loss
 
     def _update_group(self, group: dict[str, Any]) -> None:
@@ -122,8 +123,17 @@ class Muon(AdamW):
         if not state:
             state["momentum_buffer"] = torch.zeros_like(param, dtype=wide)
         gradient = param.grad.to(wide)
-        buffer = state["momentum_buffer"].lerp_(gradient, 1 - momentum)
+        buffer = state["momentum_buffer"].lerp(gradient, 1 - momentum)
+        self._write(state["momentum_buffer"], buffer)
         return gradient.lerp(buffer, momentum).view(-1, *param.shape[-2:])
+
+    def _write(self, target: Tensor, value: Tensor) -> None:
+        """Overwrite, unless the step is left out: then every bit stays, whatever `value` is."""
+        if self.found_inf is None:
+            target.copy_(value)
+        else:
+            is_left_out = self.found_inf.to(target.device) > 0
+            torch.where(is_left_out, target, value, out=target)
 
 
 def orthogonal_each(stacks: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:

@@ -399,15 +399,65 @@ def test_gradient_scaler_drives_it_and_skips_its_step_on_overflow():
     assert scaler.get_scale() == 512.0
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_steps_that_a_tensor_says_to_leave_out_change_no_bit_and_are_not_counted(dtype):
+    """Against the same steps without those left out; of which one is the first."""
+    ours, theirs = ([nn.Parameter(p.detach().t()) for p in make_params([(8, 6)])] for _ in "ab")
+    for params in (ours, theirs):
+        params += make_params()
+        for param in params:
+            param.data = param.data.to(dtype)
+    optimizer, reference = AdamW(ours, lr=0.01), AdamW(theirs, lr=0.01)
+    left_out = {0, 3, 4}
+    for step in range(7):
+        for params in (ours, theirs):
+            set_gradients(params, seed=step, share_without=0.2)
+        optimizer.found_inf = torch.tensor(float(step in left_out))
+        if step not in left_out:
+            reference.step()
+        else:
+            for param in ours:
+                if param.grad is not None:
+                    param.grad.fill_(math.nan)
+        optimizer.step()
+        assert_same_bits(ours, theirs)
+    for a, b in zip(ours, theirs, strict=True):
+        for name, value in reference.state[b].items():
+            assert torch.equal(optimizer.state[a][name], value)
+
+
+def test_a_state_that_counts_in_plain_numbers_goes_on():
+    """As ours did before it counted on the device."""
+    params, others = make_params(), make_params()
+    optimizer, other = AdamW(params), AdamW(others)
+    for step in range(4):
+        for some in (params, others):
+            set_gradients(some, seed=step)
+        optimizer.step()
+        other.step()
+        for state in other.state.values():
+            state["step"] = int(state["step"])
+    saved = saved_and_loaded(other.state_dict())
+    other = AdamW(others)
+    other.load_state_dict(saved)
+    for some in (params, others):
+        set_gradients(some, seed=4)
+    optimizer.step()
+    other.step()
+    assert_same_bits(params, others)
+    assert {int(state["step"]) for state in other.state.values()} == {5}
+
+
 def test_steps_read_nothing_back_from_the_device():
     """The meta device has no values: whatever asks for one, and would wait for a GPU, raises."""
     params = [nn.Parameter(torch.empty(shape, device="meta")) for shape in SHAPES]
     optimizer = AdamW(params)
-    for _ in range(2):
+    for found_inf in (None, torch.empty((), device="meta")):
+        optimizer.found_inf = found_inf
         for param in params:
             param.grad = torch.empty_like(param)
         optimizer.step()
-    assert optimizer.state[params[0]]["step"] == 2
+    assert optimizer.state[params[0]]["step"].device.type == "meta"
 
 
 @pytest.mark.parametrize(

@@ -112,6 +112,30 @@ def test_matrices_of_one_shape_go_together_and_are_not_mixed():
     assert together[2] not in optimizers[0].state
 
 
+def test_a_step_that_a_tensor_says_to_leave_out_changes_no_bit():
+    """Against the same steps without those left out; of which one is the first."""
+    torch.manual_seed(0)
+    start = torch.randn(6, 4)
+    start[0] = -0.0
+    ours, theirs = (nn.Parameter(start.clone()) for _ in range(2))
+    optimizer, reference = (
+        Muon([{"params": [p], "whole_matrices": True, "weight_decay": 0.1}], dtype=torch.float32)
+        for p in (ours, theirs)
+    )
+    for step in range(5):
+        ours.grad = torch.randn(6, 4)
+        theirs.grad = ours.grad.clone()
+        optimizer.found_inf = torch.tensor(float(step in (0, 3)))
+        if step in (0, 3):
+            ours.grad[1, 1] = math.inf
+        else:
+            reference.step()
+        optimizer.step()
+        assert torch.equal(ours.view(torch.int32), theirs.view(torch.int32))
+    buffers = (o.state[p]["momentum_buffer"] for o, p in ((optimizer, ours), (reference, theirs)))
+    assert torch.equal(*(buffer.view(torch.int32) for buffer in buffers))
+
+
 def test_16_bit_matrices_have_a_float32_momentum():
     weight = nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16))
     optimizer = Muon([{"params": [weight], "whole_matrices": True}])
