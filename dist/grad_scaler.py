@@ -22,8 +22,31 @@ class GradScaler(torch.amp.GradScaler):
         scaler.step(optimizer)
         scaler.update()
 
-    `unscale_` alone, and `step` without either, work as in torch.
+    `unscale_` alone, and `step` without either, work as in torch. Who unscales and skips without
+    it divides by `divisor` and calls `update_after` instead of `update`: then nothing is read back
+    from the device.
     """
+
+    @property
+    def divisor(self) -> float | Tensor:
+        """What `scale` has multiplied by: a 0-d tensor, not to be changed; 1 if not enabled."""
+        return self._scale if self.is_enabled() and self._scale is not None else 1.0
+
+    def update_after(self, grad_norm: Tensor) -> None:
+        """Let the scale fall after infinite gradients, or grow after many finite ones.
+
+        Args:
+            grad_norm: 0-d, of complete gradients, alike on all ranks; finite if all of them are.
+        """
+        if self.is_enabled():
+            torch._amp_update_scale_(
+                self._scale,
+                self._growth_tracker,
+                (~torch.isfinite(grad_norm)).float(),
+                self.get_growth_factor(),
+                self.get_backoff_factor(),
+                self.get_growth_interval(),
+            )
 
     def unscale_and_clip_(self, optimizer: ShardedOptimizer, max_norm: float) -> Tensor:
         """Unscale, clip, and find out whether the step is to be skipped, in one reduction.
@@ -35,7 +58,7 @@ class GradScaler(torch.amp.GradScaler):
         Returns:
             The norm of the unscaled gradients before clipping, 0-d; not finite if any is not.
         """
-        norm = optimizer.clip_grad_norm(max_norm, self.get_scale())
+        norm = optimizer.clip_grad_norm(max_norm, self.divisor)
         state = self._per_optimizer_states[id(optimizer)]
         state["found_inf_per_device"] = {norm.device: (~torch.isfinite(norm)).float()}
         state["stage"] = OptState.UNSCALED

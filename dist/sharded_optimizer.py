@@ -80,10 +80,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
     Weights of 16 bits have float32 masters, in the shards alone; they are what is updated. Given
     the DDP, loading a state dict into the module sets them too.
 
+    Attributes:
+        found_inf: 0-d float32 on the weights' device, alike on all ranks, to be set before `step`:
+            1 leaves the step out. The wrapped optimizer is told, where it has such an attribute or
+            is one of torch's fused ones; for others the host reads it. None: nothing is left out.
+
     Raises:
         ValueError: whole matrices are needed, and a parameter is none; ranks list parameters in
             different orders; optimizer_cls is one of torch's that need whole weights.
     """
+
+    found_inf: Tensor | None = None
 
     def __init__(
         self,
@@ -125,6 +132,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self._is_told():
+            self._local.found_inf = self.found_inf  # type: ignore[attr-defined]
+        elif self.found_inf is not None and self.found_inf.item():
+            return loss
         for group, local in zip(self.param_groups, self._local.param_groups, strict=True):
             local.update({key: value for key, value in group.items() if key != "params"})
         if self._gather is not None:
@@ -340,6 +351,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._local.state.clear()
         self._local.state.update(loaded)
         self._renew_local_parameters()
+
+    def _is_told(self) -> bool:
+        """Whether the wrapped optimizer takes `found_inf`; torch's fused ones say so like this."""
+        is_fused = getattr(self._local, "_step_supports_amp_scaling", False)
+        return bool(is_fused) or hasattr(self._local, "found_inf")
 
     def _lay_out(self, group: Mapping[str, Any]) -> list[Shard]:
         """Lay a group's weights into flat buckets and take this rank's share of each.

@@ -16,8 +16,10 @@ from torch import Tensor
 HALF_PRECISION = (torch.bfloat16, torch.float16)
 
 
-def clip_grad_norm(parameters: Tensor | Iterable[Tensor], max_norm: float) -> Tensor:
-    """Scale all gradients in place so that their global L2 norm is at most `max_norm`.
+def clip_grad_norm(
+    parameters: Tensor | Iterable[Tensor], max_norm: float, grad_scale: float | Tensor = 1.0
+) -> Tensor:
+    """Divide all gradients by grad_scale, then scale them to a global L2 norm of at most max_norm.
 
     In float32 this is torch.nn.utils.clip_grad_norm_, to the last bit. A norm that is not finite
     leaves the gradients as they are, where torch would overwrite them all with NaN or 0: the
@@ -26,17 +28,18 @@ def clip_grad_norm(parameters: Tensor | Iterable[Tensor], max_norm: float) -> Te
     Args:
         parameters: those without a gradient are passed over, repeated ones count once. Gradients
             must be complete: in data parallel training the all-reduce comes first.
-        max_norm: above 0; infinity: measure, change nothing.
+        max_norm: above 0; infinity: divide and measure alone.
+        grad_scale: what the loss was multiplied by; > 0, a number or a 0-d tensor.
 
     Returns:
-        The norm before clipping, a 0-d tensor on the gradients' device.
+        The norm after the division and before clipping, a 0-d tensor on the gradients' device.
 
     Raises:
         ValueError: max_norm is not above 0.
     """
     parameters = _unique(parameters)
-    total_norm = total_grad_norm(parameters)
-    clip_grads_with_norm(parameters, max_norm, total_norm)
+    total_norm = total_grad_norm(parameters) / grad_scale
+    clip_grads_with_norm(parameters, max_norm, total_norm, grad_scale)
     return total_norm
 
 
@@ -62,26 +65,30 @@ def total_grad_norm(parameters: Tensor | Iterable[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def clip_grads_with_norm(
-    parameters: Tensor | Iterable[Tensor], max_norm: float, total_norm: Tensor
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    total_norm: Tensor,
+    grad_scale: float | Tensor = 1.0,
 ) -> None:
-    """Multiply all gradients in place by min(1, max_norm / total_norm).
+    """Multiply all gradients in place by min(1, max_norm / total_norm) / grad_scale.
 
     Args:
         parameters: those without a gradient are passed over, repeated ones are scaled once.
-        max_norm: above 0; infinity: change nothing.
-        total_norm: 0-d tensor; of all ranks' pieces together, where gradients are sharded. Not
-            finite: change nothing.
+        max_norm: above 0; infinity: divide alone.
+        total_norm: 0-d tensor, after the division; of all ranks' pieces together, where gradients
+            are sharded. Not finite: change nothing.
+        grad_scale: > 0, a number or a 0-d tensor.
 
     Raises:
         ValueError: max_norm is not above 0.
     """
     if not max_norm > 0:
         raise ValueError(f"max_norm {max_norm} must be above 0 (infinity: no clipping)")
-    if math.isinf(max_norm):
+    if math.isinf(max_norm) and not isinstance(grad_scale, Tensor) and grad_scale == 1.0:
         return
     # torch's 1e-6 against a norm of 0. Small gradients are multiplied by 1 rather than left alone:
     # asking whether to would make the host wait for the device.
-    factor = torch.clamp(max_norm / (total_norm + 1e-6), max=1.0)
+    factor = torch.clamp(max_norm / (total_norm + 1e-6), max=1.0) / grad_scale
     factor = torch.where(torch.isfinite(total_norm), factor, 1.0)
     for grads in _gradients_by_kind(parameters):
         local_factor = factor.to(grads[0].device)

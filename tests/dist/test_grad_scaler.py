@@ -41,17 +41,25 @@ def train(way, paired):
         ddp.finish_gradient_sync()
         theirs.scale(loss_of(alone, step, None)).backward()
         theirs.unscale_(plain)
-        if way == "unscale and clip":
-            norm = ours.unscale_and_clip_(optimizer, MAX_NORM)
+        if way in ("unscale and clip", "on the device"):
+            if way == "on the device":
+                norm = optimizer.clip_grad_norm(MAX_NORM, ours.divisor)
+            else:
+                norm = ours.unscale_and_clip_(optimizer, MAX_NORM)
             reference = torch.nn.utils.clip_grad_norm_(alone.parameters(), MAX_NORM)
             assert torch.isfinite(norm) == (step != 2)
             if step != 2:
                 torch.testing.assert_close(norm, reference, rtol=1e-5, atol=0)
         elif way == "unscale":
             ours.unscale_(optimizer)
-        ours.step(optimizer)
+        if way == "on the device":
+            optimizer.found_inf = (~torch.isfinite(norm)).float()
+            optimizer.step()
+            ours.update_after(norm)
+        else:
+            ours.step(optimizer)
+            ours.update()
         theirs.step(plain)
-        ours.update()
         theirs.update()
         optimizer.zero_grad()
         plain.zero_grad()
@@ -66,7 +74,7 @@ def train(way, paired):
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("paired", [True, False])
-@pytest.mark.parametrize("way", ["unscale and clip", "unscale", "step alone"])
+@pytest.mark.parametrize("way", ["on the device", "unscale and clip", "unscale", "step alone"])
 def test_all_ranks_skip_and_scale_as_one_process_with_torchs_own(way, size, paired):
     for scales in run_distributed(train, size, way, paired):
         assert scales == [1024, 2048, 1024, 1024, 2048, 2048]

@@ -11,6 +11,7 @@ from torch import nn
 from dist.collectives import rank, world_size
 from dist.ddp import DDP
 from dist.sharded_optimizer import ShardedOptimizer
+from optim.adamw import AdamW
 from tests.dist.helpers import (
     WORLD_SIZES,
     TinyLanguageModel,
@@ -59,6 +60,42 @@ def step_both(optimizers, models, step, skip=()):
         optimizer.step()
         optimizer.zero_grad()
     assert_close(models[0].parameters(), models[1].parameters(), 0)
+
+
+def leave_a_step_out(optimizer_cls, settings):
+    """Step 1 of three has an infinity on all ranks, and a tensor says to leave it out."""
+    models = TinyLanguageModel(), TinyLanguageModel()
+    sharded = ShardedOptimizer(models[0].parameters(), optimizer_cls, **settings)
+    plain = optimizer_cls(models[1].parameters(), **settings)
+    for step in range(3):
+        for optimizer, model in ((sharded, models[0]), (plain, models[1])):
+            write_gradients(model, step)
+            if optimizer is sharded:
+                sharded.found_inf = torch.tensor(float(step == 1))
+                if step == 1:
+                    next(model.parameters()).grad.view(-1)[0] = float("inf")
+            if optimizer is sharded or step != 1:
+                optimizer.step()
+            optimizer.zero_grad()
+        assert_close(models[0].parameters(), models[1].parameters(), 0)
+    state = sharded.gather_state(models[0].named_parameters())
+    return {float(entries["step"]) for entries in state.values() if "step" in entries}
+
+
+def leave_a_step_out_of_each():
+    return [
+        leave_a_step_out(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),  # the host decides
+        leave_a_step_out(torch.optim.AdamW, {"lr": 0.01}),
+        leave_a_step_out(torch.optim.AdamW, {"lr": 0.01, "fused": True}),  # the device does
+        leave_a_step_out(AdamW, {"lr": 0.01}),
+    ]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_step_that_a_tensor_says_to_leave_out_changes_nothing_and_is_not_counted(size):
+    plain, *counting = run_distributed(leave_a_step_out_of_each, size)[0]
+    assert plain == set()
+    assert counting == [{2.0}] * 3
 
 
 def train_both(name):

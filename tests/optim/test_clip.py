@@ -55,6 +55,16 @@ def test_infinite_limit_measures_and_changes_nothing():
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("max_norm", [0.5, 1e6, math.inf])
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_scaled_gradients_are_unscaled_before_they_are_measured(max_norm, as_tensor):
+    scaled, plain = make_params(size=1024.0), make_params()
+    norm = clip_grad_norm(scaled, max_norm, torch.tensor(1024.0) if as_tensor else 1024.0)
+    torch.testing.assert_close(norm, clip_grad_norm(plain, max_norm))
+    for a, b in zip(gradients(scaled), gradients(plain), strict=True):
+        torch.testing.assert_close(a, b)
+
+
 @pytest.mark.parametrize("max_norm", [0.0, -1.0, math.nan])
 def test_limit_that_is_not_above_zero_is_refused(max_norm):
     with pytest.raises(ValueError, match=f"max_norm {max_norm}"):
