@@ -36,7 +36,7 @@ from optim.clip import clip_grad_norm
 from optim.schedule import learning_rate, set_learning_rate
 from prepare import prepare_default_corpus
 from training import checkpoint
-from training.bad_steps import DivergedError, complaint, remembered
+from training.bad_steps import BadSteps, DivergedError
 from training.checkpoint_file import CheckpointError
 from training.checkpoint_writer import CheckpointWriter
 from training.command_line import run
@@ -44,13 +44,15 @@ from training.config import DEFAULT_DATA_DIR, Config, ScheduleConfig, load_confi
 from training.config_checks import check
 from training.evaluate import evaluate
 from training.hardware import autocast
-from training.interrupt import REASONS, StopRequest, reason_of
+from training.interrupt import REASONS, StopRequest
 from training.job import Job
 from training.metrics import Metrics, StepClock, introduce, show_progress, show_validation
-from training.parts import make_model, make_optimizer, make_windows, with_dtype
+from training.outcome import take_in
+from training.parts import make_model, make_optimizer, make_scaler, make_windows, with_dtype
 from training.run_folder import RunFolder
 from training.run_status import FINISHED, to_be_continued
 from training.start import go_back, resume_or_start
+from training.step_reports import Reports
 
 
 def main() -> None:
@@ -85,10 +87,13 @@ def main() -> None:
         model=model,
         ddp=ddp,
         optimizer=make_optimizer(config, ddp),
+        scaler=make_scaler(config, world),
         folder=folder,
         writer=CheckpointWriter(world, folder, config.run.async_checkpoint),
         dtype=getattr(torch, config.device.dtype),
         stop=StopRequest(config.run.max_minutes),
+        bad_steps=BadSteps(config.optimizer.spike_factor, world.device),
+        reports=Reports(world.device),
     )
     # From here to the very end: a second signal must not cut the last save short.
     with job.stop.listening():
@@ -119,8 +124,12 @@ def train(job: Job, schedule: ScheduleConfig) -> None:
     clock = StepClock()
     while not job.is_last and leaves is None:
         job.iteration += 1
-        loss, grad_norm, leaves = training_step(job)
-        if job.skipped_in_a_row >= job.config.optimizer.max_skipped_steps:
+        training_step(job)
+        is_shown = job.is_due(options.log_interval) or job.iteration == 1 or job.is_last
+        is_validated = job.is_due(options.val_interval) or job.is_last
+        is_due = job.is_due(options.checkpoint_interval) or job.is_last
+        report, leaves = take_in(job, is_awaited=is_shown or is_validated or is_due)
+        if job.has_diverged:
             metrics.close()
             await_checkpoint(job)
             go_back(job, schedule)
@@ -128,14 +137,13 @@ def train(job: Job, schedule: ScheduleConfig) -> None:
             save_checkpoint(job, None, is_due=True)  # that it went back must not be forgotten
             continue
         clock.count_step()
-        if job.is_due(options.log_interval) or job.iteration == 1 or job.is_last:
-            show_progress(job, metrics, clock, loss, grad_norm)
+        if is_shown and report is not None:
+            show_progress(job, metrics, clock, report.loss, report.grad_norm, report.grad_scale)
         with clock.paused():
             new_best = None
-            if job.is_due(options.val_interval) or job.is_last:
+            if is_validated:
                 await_checkpoint(job)
                 new_best = validate(job, metrics)
-            is_due = job.is_due(options.checkpoint_interval) or job.is_last
             if new_best is not None or is_due or leaves is not None:
                 metrics.flush()
                 save_checkpoint(job, new_best, is_due or leaves is not None)
@@ -161,12 +169,10 @@ def end(job: Job, leaves: str | None) -> None:
         raise CheckpointError(problem)
 
 
-def training_step(job: Job) -> tuple[float, float, str | None]:
+def training_step(job: Job) -> None:
     """One optimizer step on one global batch; a bad one (bad_steps.py) changes no weight.
 
-    Returns:
-        The mean loss of the global batch, the gradient's global norm before clipping, and why the
-        run should leave after this step, if it should; all alike on all ranks.
+    Whatever came out of it is told to `job.reports`: a GPU is not waited for in here.
     """
     world = job.world
     micro_steps = job.config.data.gradient_accumulation_steps
@@ -180,7 +186,7 @@ def training_step(job: Job) -> tuple[float, float, str | None]:
             with autocast(world.device, job.dtype):
                 # All micro-batches hold equally many tokens: the mean of their means is the mean.
                 micro_loss = job.ddp(inputs, targets) / micro_steps
-            micro_loss.backward()
+            job.scaler.scale(micro_loss).backward()
         loss += micro_loss.detach()
     job.ddp.finish_gradient_sync()
     # Only now is the gradient complete, and the same on every rank: clip after sync. What else the
@@ -189,21 +195,16 @@ def training_step(job: Job) -> tuple[float, float, str | None]:
     ballot[0] = loss / world.world_size
     if job.stop.code:
         ballot[job.stop.code] = 1.0
-    norm = clip_gradients(job, ballot)
-    mean_loss, *votes, grad_norm = torch.cat([ballot, norm.view(1)]).tolist()
-    recent = job.recent_grad_norms
-    wrong = complaint(mean_loss, grad_norm, recent, job.config.optimizer.spike_factor)
-    if wrong is None:
-        job.optimizer.step()
-        job.skipped_in_a_row = 0
-    else:
-        job.skipped_steps += 1
-        job.skipped_in_a_row += 1
-        job.say(f"step {job.iteration}: {wrong}, no update")
+    grad_norm = unscale_and_clip(job, ballot)
+    is_bad, median = job.bad_steps.judge(ballot[0], grad_norm)
+    job.optimizer.found_inf = is_bad  # 1.0 leaves the step out, on the device
+    job.optimizer.step()
     job.ddp.zero_grad()
-    job.recent_grad_norms = remembered(recent, grad_norm)
     job.samples += job.config.data.batch_size
-    return mean_loss, grad_norm, reason_of(max(code * bool(v) for code, v in enumerate(votes, 1)))
+    scale = job.scaler.divisor
+    job.reports.tell(job.iteration, job.samples, ballot, grad_norm, is_bad, median, scale)
+    job.scaler.update_after(grad_norm)
+    job.bad_steps.remember(grad_norm)
 
 
 def micro_batch(job: Job, micro_step: int) -> tuple[Tensor, Tensor]:
@@ -219,18 +220,20 @@ def micro_batch(job: Job, micro_step: int) -> tuple[Tensor, Tensor]:
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def clip_gradients(job: Job, ballot: Tensor) -> Tensor:
+def unscale_and_clip(job: Job, ballot: Tensor) -> Tensor:
     """Clip by the global norm, and return it; each rank has the gradients whole, or its shards.
+
+    What the loss was multiplied by is divided out first: clipped are the true gradients.
 
     Args:
         job: the run.
         ballot: is added over the ranks, with shards in the reduction that the norm needs anyway.
     """
-    max_norm = job.config.optimizer.max_norm
+    max_norm, scale = job.config.optimizer.max_norm, job.scaler.divisor
     if isinstance(job.optimizer, ShardedOptimizer):
-        return job.optimizer.clip_grad_norm(max_norm, summed=ballot)
+        return job.optimizer.clip_grad_norm(max_norm, scale, summed=ballot)
     all_reduce_sum(ballot)
-    return clip_grad_norm(job.model.parameters(), max_norm)
+    return clip_grad_norm(job.model.parameters(), max_norm, scale)
 
 
 def lr_at(job: Job) -> float:
@@ -279,6 +282,7 @@ def save_checkpoint(job: Job, new_best: float | None, is_due: bool) -> None:
     collected = checkpoint.collect(
         model=job.model,
         optimizer=job.optimizer,
+        scaler=job.scaler,
         progress=job.progress,
         config=job.config.to_dict(),
         tokenizer_json=job.data.tokenizer_json,

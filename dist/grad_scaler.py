@@ -39,9 +39,10 @@ class GradScaler(torch.amp.GradScaler):
             grad_norm: 0-d, of complete gradients, alike on all ranks; finite if all of them are.
         """
         if self.is_enabled():
+            scale, growth_tracker = self._check_scale_growth_tracker("update_after")
             torch._amp_update_scale_(
-                self._scale,
-                self._growth_tracker,
+                scale,
+                growth_tracker,
                 (~torch.isfinite(grad_norm)).float(),
                 self.get_growth_factor(),
                 self.get_backoff_factor(),

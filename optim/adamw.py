@@ -45,10 +45,11 @@ class AdamW(torch.optim.Optimizer):
         p <- p - lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
 
     The state of a parameter is `step` (0-d float32 on its device, as torch's fused form has it),
-    `exp_avg` (m) and `exp_avg_sq` (v), both of the parameter's shape. A bfloat16 or float16 parameter has float32 moments and its update is
-    computed in float32, where torch keeps the moments in 16 bits too. The parameter itself still
-    rounds to 16 bits after each step and swallows updates smaller than half of its own: to train in
-    mixed precision keep the parameters in float32 and let autocast do the rest.
+    `exp_avg` (m) and `exp_avg_sq` (v), both of the parameter's shape. A bfloat16 or float16
+    parameter has float32 moments and its update is computed in float32, where torch keeps the
+    moments in 16 bits too. The parameter itself still rounds to 16 bits after each step and
+    swallows updates smaller than half of its own: to train in mixed precision keep the parameters
+    in float32 and let autocast do the rest.
 
     State dicts are interchangeable with torch.optim.AdamW's, in both directions. Torch's takes the
     options of its groups from what it loads, so `fused` must be written into them again after it

@@ -16,6 +16,7 @@ import torch.distributed as torch_dist
 from torch import Tensor, nn
 
 from dist.collectives import HALF_PRECISION, gather_objects, rank
+from dist.grad_scaler import GradScaler
 from dist.process_group import World, set_random_seed
 from dist.sharded_optimizer import ShardedOptimizer
 from dist.sharded_state import MASTER, WEIGHT, NamedState, StateGather, TensorKind
@@ -65,6 +66,7 @@ def collect(
     *,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
+    scaler: GradScaler | None = None,
     progress: Mapping[str, Any],
     config: Mapping[str, Any],
     tokenizer_json: str,
@@ -76,6 +78,7 @@ def collect(
     Args:
         model: unwrapped.
         optimizer: over its parameters, sharded or not.
+        scaler: of the loss; one that is not enabled is none.
         progress: what says how far the run is: iteration, samples, best_val_loss, ...
         config: all options, flat.
         tokenizer_json: of the data.
@@ -112,7 +115,7 @@ def collect(
             "config": dict(config),
             "tokenizer": tokenizer_json,
             "data_fingerprint": data_fingerprint,
-            "scaler": None,  # of float16, which is not offered yet
+            "scaler": scaler.state_dict() or None if scaler is not None else None,
             "rng": rng,
         },
         gather,
@@ -126,10 +129,11 @@ def restore(
     *,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
+    scaler: GradScaler | None = None,
     world: World,
     seed: int,
 ) -> None:
-    """Take weights, optimizer state and random generators from a checkpoint, on every rank.
+    """Take weights, optimizer state, scale and random generators from a checkpoint, on every rank.
 
     At the world size that wrote it, each rank's generators go on where they were. At another
     there is no such place, and they start from a seed that this iteration alone has.
@@ -156,6 +160,8 @@ def restore(
         for name, parameter in named:  # a weight that was of 16 bits, and is not any more
             if MASTER in state.get(name, {}) and parameter.dtype == torch.float32:
                 parameter.copy_(state[name][MASTER])
+    if scaler is not None and checkpoint.get("scaler") is not None:
+        scaler.load_state_dict(checkpoint["scaler"])
     if len(checkpoint["rng"]) == world.world_size:
         _set_rng_state(checkpoint["rng"][world.rank])
     else:

@@ -13,7 +13,7 @@ A file is a plain dict that `torch.load(path, weights_only=True, mmap=True)` rea
     config                                       all options, flat
     tokenizer                                    the text of tokenizer.json
     data_fingerprint                             of the token files that the position is in
-    scaler                                       of float16, which is not offered: None
+    scaler                                       the loss's scale and its growth; None without one
     rng                                          random generators, a list by rank
 """
 

@@ -87,7 +87,8 @@ class OptimizerConfig:
     spike_factor: float = 0.0
     """Skip a step whose gradient norm is above this many times the running median; 0: never."""
     max_skipped_steps: int = 10
-    """So many steps in a row with a gradient that is not finite, or a spike, are divergence."""
+    """So many steps in a row with a gradient that is not finite, or a spike, are divergence;
+    those in which grad_scaler finds its scale are left out too, but count only at a scale of 1."""
     on_divergence: Literal["rollback", "stop"] = "rollback"
     """Then go back to the last good checkpoint and pass over the text since, once; or end."""
 
@@ -130,8 +131,10 @@ class DeviceConfig:
 
     device: Device = "auto"
     """Where to compute; auto: the GPU of LOCAL_RANK if there are GPUs, else the CPU."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Of matrix products; weights stay float32. auto: bfloat16 where the device multiplies it."""
+    grad_scaler: Literal["auto", "on", "off"] = "auto"
+    """Multiply the loss so that small gradients survive float16; auto: with dtype float16 alone."""
     param_dtype: Literal["float32", "bfloat16"] = "float32"
     """Of weights and gradients; bfloat16: float32 weights are kept too, each process its share."""
     backend: Backend = "auto"

@@ -64,6 +64,8 @@ def check(config: Config, world_size: int) -> None:
         problems.append(f"bucket_cap_mb is {bucket_cap_mb}, it must be above 0")
     if config.device.param_dtype == "bfloat16" and not config.device.shard_optimizer:
         problems.append("param_dtype bfloat16 needs shard_optimizer true, which keeps float32 too")
+    if config.device.param_dtype == "bfloat16" and config.device.dtype == "float16":
+        problems.append("param_dtype bfloat16 goes with dtype bfloat16 or float32, not float16")
     if optimizer.spike_factor and not optimizer.spike_factor > 1:
         problems.append(f"spike_factor is {optimizer.spike_factor}, it must be above 1, or 0: off")
     if run.max_minutes is not None and not run.max_minutes > 0:

@@ -7,10 +7,10 @@ from contextlib import AbstractContextManager
 
 import torch
 
-# Dense bfloat16 peak without sparsity, FLOP/s, from the makers' data sheets: A100 and H100 (SXM,
-# PCIe) datasheets, H200 datasheet, L40S datasheet. A device that is not listed has an MFU
-# unknown; a guessed peak would make every figure wrong in silence.
-PEAK_BFLOAT16_FLOPS = {
+# Dense bfloat16 peak without sparsity, float16's too, in FLOP/s, from the makers' data sheets:
+# A100 and H100 (SXM, PCIe) datasheets, H200 datasheet, L40S datasheet. A device that is not listed
+# has an MFU unknown; a guessed peak would make every figure wrong in silence.
+PEAK_16_BIT_FLOPS = {
     "NVIDIA A100-SXM4-40GB": 312e12,
     "NVIDIA A100-SXM4-80GB": 312e12,
     "NVIDIA A100 80GB PCIe": 312e12,
@@ -47,9 +47,9 @@ def autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManager
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     """The device's peak in `dtype` matrix products, FLOP/s; None where it is not known."""
-    if device.type != "cuda" or dtype != torch.bfloat16:
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return None
-    return PEAK_BFLOAT16_FLOPS.get(torch.cuda.get_device_name(device))
+    return PEAK_16_BIT_FLOPS.get(torch.cuda.get_device_name(device))
 
 
 def peak_memory_gb(device: torch.device) -> float:

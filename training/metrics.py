@@ -137,7 +137,12 @@ def introduce(job: Job) -> None:
 
 
 def show_progress(
-    job: Job, metrics: Metrics, clock: StepClock, loss: float, grad_norm: float
+    job: Job,
+    metrics: Metrics,
+    clock: StepClock,
+    loss: float,
+    grad_norm: float,
+    grad_scale: float | None = None,
 ) -> None:
     """Log and print one step.
 
@@ -147,6 +152,7 @@ def show_progress(
         clock: of the training steps.
         loss: mean over the global batch.
         grad_norm: before clipping.
+        grad_scale: what the loss was multiplied by, if there is a scaler.
     """
     seconds = clock.seconds_per_step()
     tokens_per_second = job.tokens_per_step / seconds
@@ -160,6 +166,8 @@ def show_progress(
         "skipped_steps": job.skipped_steps,
         "failed_saves": job.failed_saves,
     }
+    if grad_scale is not None:
+        values["grad_scale"] = grad_scale
     if peak := peak_flops(job.world.device, job.dtype):
         flops = tokens_per_second * job.model.num_flops_per_token()
         values["mfu"] = flops / (peak * job.world.world_size)

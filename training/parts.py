@@ -8,6 +8,7 @@ import torch
 
 from data.tokens import EpochWindows, PreparedData, RandomWindows, ValidationWindows
 from dist.ddp import DDP
+from dist.grad_scaler import GradScaler
 from dist.process_group import World
 from dist.sharded_optimizer import ShardedOptimizer
 from model.transformer import Transformer
@@ -48,7 +49,14 @@ def make_model(config: Config, world: World) -> Transformer:
     return model
 
 
-def make_optimizer(config: Config, ddp: DDP) -> torch.optim.Optimizer:
+def make_scaler(config: Config, world: World) -> GradScaler:
+    """The scaler of the loss; with auto it does something for float16 alone."""
+    wanted, dtype = config.device.grad_scaler, config.device.dtype
+    is_enabled = wanted == "on" or (wanted == "auto" and dtype == "float16")
+    return GradScaler(world.device.type, enabled=is_enabled)
+
+
+def make_optimizer(config: Config, ddp: DDP) -> AdamW | ShardedOptimizer:
     """AdamW or Muon with decay on matrices alone; state sharded over the ranks if wished."""
     options, model = config.optimizer, ddp.module
     assert isinstance(model, Transformer)

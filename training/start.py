@@ -119,6 +119,7 @@ def restore(
         saved,
         model=job.model,
         optimizer=job.optimizer,
+        scaler=job.scaler,
         world=job.world,
         seed=job.config.run.seed,
     )

@@ -73,7 +73,9 @@ def leave_a_step_out(optimizer_cls, settings):
             if optimizer is sharded:
                 sharded.found_inf = torch.tensor(float(step == 1))
                 if step == 1:
-                    next(model.parameters()).grad.view(-1)[0] = float("inf")
+                    gradient = next(model.parameters()).grad
+                    assert gradient is not None
+                    gradient.view(-1)[0] = float("inf")
             if optimizer is sharded or step != 1:
                 optimizer.step()
             optimizer.zero_grad()

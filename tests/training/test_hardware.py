@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from training.hardware import PEAK_BFLOAT16_FLOPS, autocast, peak_flops
+from training.hardware import PEAK_16_BIT_FLOPS, autocast, peak_flops
 
 GPU, CPU = torch.device("cuda", 1), torch.device("cpu")
 
@@ -18,13 +18,13 @@ def names(monkeypatch) -> dict[torch.device, str]:
 
 def test_the_peak_is_that_of_the_device_of_this_process(names):
     names[torch.device("cuda", 0)] = "NVIDIA A100-SXM4-80GB"
-    assert peak_flops(GPU, torch.bfloat16) == 989e12
+    assert peak_flops(GPU, torch.bfloat16) == peak_flops(GPU, torch.float16) == 989e12
     assert peak_flops(torch.device("cuda", 0), torch.bfloat16) == 312e12
 
 
 @pytest.mark.parametrize("name", ["NVIDIA H200 NVL", "NVIDIA H100", "nvidia h200", ""])
 def test_the_peak_of_a_device_that_is_not_listed_is_unknown(names, name):
-    assert name not in PEAK_BFLOAT16_FLOPS
+    assert name not in PEAK_16_BIT_FLOPS
     names[GPU] = name
     assert peak_flops(GPU, torch.bfloat16) is None
 
