@@ -98,6 +98,36 @@ def test_a_spike_is_measured_against_the_norms_from_before_the_stop(tmp_path, da
     assert_same_run(resumed, straight, 24)
 
 
+def read_late(watched: Watched) -> None:
+    """Let the host learn of each step one step later, as it does beside a GPU."""
+    from training import step_reports
+
+    step_reports.LAG["cpu"] = 1
+
+
+def test_a_host_that_learns_late_what_came_out_of_a_step_does_the_same(tmp_path, data_dir):
+    """A NaN, a spike and a divergence, of which it learns when the next step is already done."""
+    options = OPTIONS | {"spike_factor": 20.0, "log_interval": 5}
+    faults = poisoned_steps(13, 1, factor=1000.0), poisoned_steps(2, 1), poisoned_steps(15, 4)
+    runs = [Run(tmp_path / name, data_dir, options) for name in ("at_once", "late")]
+    runs[0].finish(*faults)
+    runs[1].finish(*faults, read_late)
+    said = [
+        [
+            line.replace(str(run.out_dir), "")
+            for line in run.said(0).splitlines()
+            if "no update" in line or "validation loss" in line
+        ]
+        for run in runs
+    ]
+    assert said[0] == said[1]
+    assert sum("going back" in line for line in said[0]) == 1
+    assert skips(runs[0]) == [2, 13, 15, 16, 17, 18]
+    # It has learnt at once where it had to wait anyway: for a line, a validation, a save.
+    assert skips(runs[1]) == [3, 14, 15, 16, 18, 19]
+    assert_same_run(runs[1], runs[0], 24)
+
+
 @pytest.fixture(scope="module")
 def rolled_back(tmp_path_factory, data_dir) -> Run:
     """A run that skips four steps from step 11 on, and goes back to step 8."""

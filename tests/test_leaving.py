@@ -76,6 +76,23 @@ def run_leg_with_hangup(argv: list[str], *args: Any) -> Leg:
     return run_leg(argv, *args)
 
 
+def run_leg_read_late(argv: list[str], *args: Any) -> Leg:
+    """A leg whose host learns of each step one step later, as it does beside a GPU."""
+    with mock.patch.dict("training.step_reports.LAG", {"cpu": 1}):
+        return run_leg(argv, *args)
+
+
+def test_a_host_that_learns_late_of_a_signal_leaves_one_step_later_and_loses_none(
+    tmp_path, data_dir, straight
+):
+    out_dir = tmp_path / "run"
+    options = {**OPTIONS, "checkpoint_interval": 0, "log_interval": 10, "resume": "auto"}
+    (leg, _) = start(run_leg_read_late, 2, data_dir, out_dir, 17, **options)
+    assert "to be continued: SIGTERM, after 18 steps; go on with" in leg.said
+    start(run_leg_read_late, 2, data_dir, out_dir, **options)
+    assert_same_bits(saved_at(out_dir, STEPS), saved_at(straight, STEPS))
+
+
 def run_until_interrupted_twice(argv: list[str], step: int, checkpoint: str) -> None:
     """The job, interrupted in a step on every rank, and again before the step can end."""
     import train_ddp

@@ -258,9 +258,11 @@ def digest(values: Any) -> str:
     return found.hexdigest()
 
 
-@pytest.mark.parametrize("shard", ["false", "true"])
+@pytest.mark.parametrize(
+    ("shard", "optimizer"), [("false", "adamw"), ("true", "adamw"), ("true", "muon")]
+)
 def test_a_nan_on_one_rank_leaves_every_rank_untouched_for_this_step_alone(
-    tmp_path, data_dir, shard
+    tmp_path, data_dir, shard, optimizer
 ):
     faults = {3: "gradient", 6: "loss"}
     by_rank = run_ranks(
@@ -272,6 +274,7 @@ def test_a_nan_on_one_rank_leaves_every_rank_untouched_for_this_step_alone(
         iterations=8,
         max_skipped_steps=2,
         shard_optimizer=shard,
+        optimizer=optimizer,
         val_interval=0,
     )
     for fingerprints in by_rank:
@@ -286,8 +289,8 @@ def test_a_nan_on_one_rank_leaves_every_rank_untouched_for_this_step_alone(
     assert [math.isfinite(float(norm)) for norm in curve(entries, "grad_norm")] == [
         step not in faults for step in range(1, 9)
     ]
-    counted = [int(state["step"]) for state in saved_at(tmp_path / "run", 8)["optimizer"].values()]
-    assert set(counted) == {6}
+    states = saved_at(tmp_path / "run", 8)["optimizer"].values()
+    assert {int(state["step"]) for state in states if "step" in state} == {6}
 
 
 def test_nans_that_follow_each_other_end_the_run_on_every_rank(tmp_path, data_dir):
@@ -337,6 +340,41 @@ def test_bfloat16_multiplies_narrow_and_takes_the_loss_wide(tmp_path, data_dir):
     for name in ("loss_train", "val_loss"):
         assert curve(narrow, name)[0] != curve(wide, name)[0]
         assert curve(narrow, name) == pytest.approx(curve(wide, name), rel=1e-2)
+
+
+def test_bfloat16_loses_no_small_update(tmp_path, data_dir):
+    """A step of this learning rate is far less than the last digit of a bfloat16 weight."""
+    recipe: dict[str, Any] = {"schedule": "constant", "lr_max": 1e-5, "weight_decay": 0}
+    recipe |= {"warmup_iters": 0, "batch_size": 2, "val_interval": 0}
+    train(1, data_dir, tmp_path / "start", **recipe, iterations=0)
+    start = saved_at(tmp_path / "start", 0)["model"]
+    narrow = {"dtype": "bfloat16"}
+    ways: dict[str, dict[str, str]] = {
+        "float32": {},
+        "bfloat16 products": narrow,
+        "bfloat16 weights": {**narrow, "param_dtype": "bfloat16"},
+    }
+    moved, losses = {}, {}
+    for way, options in ways.items():
+        entries = train(1, data_dir, tmp_path / way, **recipe, **options, iterations=50)
+        losses[way] = curve(entries)[-1]
+        saved = saved_at(tmp_path / way, 50)
+        parts = []
+        for name, before in start.items():
+            state = saved["optimizer"][name]
+            has_master = way == "bfloat16 weights"
+            after = state["master"] if has_master else saved["model"][name]
+            assert {after.dtype, state["exp_avg"].dtype, state["exp_avg_sq"].dtype} == {
+                torch.float32
+            }
+            begin = before.bfloat16().float() if has_master else before
+            parts.append((after != begin).flatten())
+        moved[way] = torch.cat(parts)
+    exact = moved.pop("float32")
+    assert exact.float().mean() > 0.5
+    for way, also in moved.items():
+        assert (also & exact).sum() > 0.9 * exact.sum(), way
+        assert losses[way] == pytest.approx(losses["float32"], rel=0.01)
 
 
 # Activation checkpointing.

@@ -233,6 +233,8 @@ def _explain(message: str, names: Sequence[str]) -> str:
         return _unknown_option(match[1], names)
     if match := re.search(r'Parser key "([^"]*)":\s*(.*)', message, re.DOTALL):
         reason = match[2].replace("typing.", "").replace("<class '", "").replace("'>", "")
+        if re.search(r"'on'.*Got value: (True|False)", reason, re.DOTALL):
+            reason += ': to YAML, on and off are booleans, so write "on" and "off"'
         return f"option {match[1]}: {reason}"
     return message
 

@@ -40,6 +40,21 @@ def test_a_batch_smaller_than_the_processes_is_told_the_smallest_that_works():
     assert problems_of("--batch_size", "3", world_size=4).endswith("use 4")
 
 
+def test_float16_products_of_bfloat16_weights_are_refused():
+    check(config_of("--dtype", "float16"), 1)
+    message = problems_of("--dtype", "float16", "--param_dtype", "bfloat16")
+    assert message == "param_dtype bfloat16 goes with dtype bfloat16 or float32, not float16"
+
+
+def test_a_scaler_that_yaml_takes_for_a_boolean_is_told_how_to_write_it(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text('grad_scaler: "on"\n')
+    assert config_of("--config", str(path)).device.grad_scaler == "on"
+    path.write_text("grad_scaler: on\n")
+    with pytest.raises(CommandLineError, match=r'grad_scaler: .* so write "on" and "off"$'):
+        config_of("--config", str(path))
+
+
 def test_all_problems_stand_in_one_message():
     message = problems_of(
         "--lr_min", "1", "--keep_checkpoints", "0", "--beta2", "1", "--max_norm", "0"
