@@ -129,7 +129,7 @@ def train(job: Job, schedule: ScheduleConfig) -> None:
         is_validated = job.is_due(options.val_interval) or job.is_last
         is_due = job.is_due(options.checkpoint_interval) or job.is_last
         report, leaves = take_in(job, is_awaited=is_shown or is_validated or is_due)
-        if job.has_diverged:
+        if report is not None and job.has_diverged:
             metrics.close()
             await_checkpoint(job)
             go_back(job, schedule)
