@@ -91,20 +91,20 @@ class Muon(AdamW):
     ) -> float | None:
         """Update every parameter that has a gradient; see `AdamW.step`."""
         loss = super().step(closure)
-        moved = [
+        updated = [
             (param, group)
             for group in self.param_groups
             if group.get("whole_matrices", False)
             for param in group["params"]
             if param.grad is not None
         ]
-        directions = [self._direction(param, group["momentum"]) for param, group in moved]
+        directions = [self._direction(param, group["momentum"]) for param, group in updated]
         maps = [
             direction.split(list(group.get("row_blocks", direction.shape[-2:-1])), dim=-2)
-            for direction, (_, group) in zip(directions, moved, strict=True)
+            for direction, (_, group) in zip(directions, updated, strict=True)
         ]
         steps = iter(orthogonal_each([block for blocks in maps for block in blocks], self._dtype))
-        for (param, group), blocks in zip(moved, maps, strict=True):
+        for (param, group), blocks in zip(updated, maps, strict=True):
             update = torch.cat([_scaled(next(steps)) for _ in blocks], dim=-2)
             moved = param * (1 - group["lr"] * group["weight_decay"])
             moved.sub_(group["lr"] * update.to(param.dtype).view_as(param))
