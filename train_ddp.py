@@ -13,7 +13,6 @@ import contextlib
 from dataclasses import replace
 from functools import partial
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -48,7 +47,14 @@ from training.interrupt import REASONS, StopRequest
 from training.job import Job
 from training.metrics import Metrics, StepClock, introduce, show_progress, show_validation
 from training.outcome import take_in
-from training.parts import make_model, make_optimizer, make_scaler, make_windows, with_dtype
+from training.parts import (
+    make_batches,
+    make_model,
+    make_optimizer,
+    make_scaler,
+    make_windows,
+    with_dtype,
+)
 from training.run_folder import RunFolder
 from training.run_status import FINISHED, to_be_continued
 from training.start import go_back, resume_or_start
@@ -83,6 +89,7 @@ def main() -> None:
         data=data,
         data_fingerprint=data_fingerprint(data),
         windows=windows,
+        batches=make_batches(config, windows, world),
         val_windows=val_windows,
         model=model,
         ddp=ddp,
@@ -96,7 +103,7 @@ def main() -> None:
         reports=Reports(world.device),
     )
     # From here to the very end: a second signal must not cut the last save short.
-    with job.stop.listening():
+    with job.stop.listening(), job.batches:
         resume_or_start(job, schedule)
         introduce(job)
         train(job, schedule)
@@ -215,8 +222,7 @@ def micro_batch(job: Job, micro_step: int) -> tuple[Tensor, Tensor]:
     """
     size = job.config.micro_batch_size(job.world.world_size)
     first = job.samples + (micro_step * job.world.world_size + job.world.rank) * size
-    rows = job.windows.rows(np.arange(first, first + size))
-    tokens = torch.from_numpy(rows).to(job.world.device)
+    tokens = job.batches.take(first)
     return tokens[:, :-1], tokens[:, 1:]
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 
 from data.errors import CorpusError
 from data.meta import Meta, read_meta
@@ -54,14 +55,20 @@ class TokenSplit:
         Raises:
             IndexError: a window would leave its file.
         """
+        starts = np.asarray(starts, dtype=np.int64)
+        sizes = np.array([shard.size for shard in self.shards])
+        ends = np.cumsum(sizes)
+        numbers = np.searchsorted(ends, starts, side="right")
+        leaves = (starts < 0) | (starts + length > ends[np.minimum(numbers, len(ends) - 1)])
+        if leaves.any():
+            start = starts[np.argmax(leaves)]
+            raise IndexError(f"{self.name}: no window of {length} tokens at {start}")
         windows = np.empty((len(starts), length), dtype=np.int64)
-        ends = np.cumsum([shard.size for shard in self.shards])
-        for row, start in enumerate(starts):
-            number = int(np.searchsorted(ends, start, side="right"))
-            if start < 0 or number == len(ends) or start + length > ends[number]:
-                raise IndexError(f"{self.name}: no window of {length} tokens at {start}")
-            begin = int(start - ends[number] + self.shards[number].size)
-            windows[row] = self.shards[number][begin : begin + length]
+        for number in np.unique(numbers):
+            rows = np.flatnonzero(numbers == number)
+            # One gather a file, which copies whole rows and lets other threads run meanwhile.
+            every_window = sliding_window_view(np.asarray(self.shards[number]), length)
+            windows[rows] = every_window[starts[rows] - (ends[number] - sizes[number])]
         return windows
 
     def count_windows(self, length: int, stride: int) -> int:

@@ -14,6 +14,7 @@ from dist.sharded_optimizer import ShardedOptimizer
 from model.transformer import Transformer
 from optim.adamw import AdamW
 from training.bad_steps import BadSteps
+from training.batches import Batches
 from training.checkpoint_writer import CheckpointWriter
 from training.config import Config
 from training.console import say
@@ -43,6 +44,7 @@ class Job:
         data: the open token files.
         data_fingerprint: of these.
         windows: where the global batches come from.
+        batches: this rank's part of these, read ahead.
         val_windows: the fixed validation windows; None without validation.
         model: on its device, unwrapped.
         ddp: the same model, averaging its gradients over the ranks.
@@ -70,6 +72,7 @@ class Job:
     data: PreparedData
     data_fingerprint: str
     windows: RandomWindows | EpochWindows
+    batches: Batches
     val_windows: ValidationWindows | None
     model: Transformer
     ddp: DDP

@@ -14,6 +14,7 @@ from dist.sharded_optimizer import ShardedOptimizer
 from model.transformer import Transformer
 from optim.adamw import AdamW, decay_groups
 from optim.muon import Muon, matrix_groups
+from training.batches import Batches
 from training.config import Config
 from training.config_checks import with_length
 from training.hardware import resolve_dtype
@@ -32,6 +33,12 @@ def make_windows(
     if config.schedule.epochs is not None:
         return config, epoch_windows, val_windows
     return config, RandomWindows(data.train, context, seed), val_windows
+
+
+def make_batches(config: Config, windows: RandomWindows | EpochWindows, world: World) -> Batches:
+    """This rank's micro-batches of the training windows."""
+    size = config.micro_batch_size(world.world_size)
+    return Batches(windows, size, size * world.world_size, world.device)
 
 
 def with_dtype(config: Config, world: World) -> Config:
