@@ -45,7 +45,7 @@ from training.evaluate import evaluate
 from training.hardware import autocast
 from training.interrupt import REASONS, StopRequest
 from training.job import Job
-from training.metrics import Metrics, StepClock, introduce, show_progress, show_validation
+from training.metrics import Metrics, introduce, show_progress, show_validation
 from training.outcome import take_in
 from training.parts import (
     make_batches,
@@ -58,6 +58,7 @@ from training.parts import (
 from training.run_folder import RunFolder
 from training.run_status import FINISHED, to_be_continued
 from training.start import go_back, resume_or_start
+from training.step_clock import StepClock
 from training.step_reports import Reports
 
 
@@ -128,7 +129,7 @@ def train(job: Job, schedule: ScheduleConfig) -> None:
         validate(job, metrics)
         if job.is_last:  # a run of no steps at all still leaves what it is: the initial weights
             save_checkpoint(job, None, is_due=True)
-    clock = StepClock()
+    clock = StepClock(job)
     while not job.is_last and leaves is None:
         job.iteration += 1
         training_step(job)

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as torch_dist
 from torch import Tensor
 
+from dist.wait_time import WaitTime
+
 # Large enough to use the link fully, small enough not to double the memory of a model.
 BROADCAST_BYTES = 64 * 2**20
 
@@ -35,9 +37,11 @@ class BucketCollectives(Protocol):
     Attributes:
         bytes_sent: by this rank so far, small messages left out.
         bucket_cap_mb: megabytes that travel best together.
+        wait_time: for what was waited for, moving and adding up what came included.
     """
 
     bytes_sent: int
+    wait_time: WaitTime
     bucket_cap_mb: float
 
     def new_buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:

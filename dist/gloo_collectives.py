@@ -18,6 +18,7 @@ import torch.distributed as torch_dist
 from torch import Tensor
 
 from dist.collectives import HALF_PRECISION, BufferPool, mean_into, rank, world_size
+from dist.wait_time import WaitTime
 
 # Apart from the tags of other sends and receives in this process group. Second halves of
 # all-reduces begin when something is waited for, on every rank at another place among the rest.
@@ -33,6 +34,7 @@ class GlooCollectives:
 
     def __init__(self) -> None:
         self.bytes_sent = 0
+        self.wait_time = WaitTime()
         self._pool = BufferPool()
         self._numbers = itertools.count()
         # Of all-reduces in two halves: their numbers, and what begins the second.
@@ -109,7 +111,7 @@ class GlooCollectives:
                 _, begin = self._second_halves.popleft()
                 begin()
 
-        return _Work(begin_earlier_second_halves, works, then)
+        return _Work(self.wait_time, begin_earlier_second_halves, works, then)
 
     def _begin_to_gather(self, buffer: Tensor, tag: int) -> tuple[Tensor, list[torch_dist.Work]]:
         """Begin to fill the shards of a buffer, or of its copy on the host; returns which."""
@@ -148,17 +150,23 @@ class _Work:
     """Sends and receives under way, what goes before them, and what follows when they are over."""
 
     def __init__(
-        self, first: Callable[[], None], works: list[torch_dist.Work], then: Callable[[], None]
+        self,
+        wait_time: WaitTime,
+        first: Callable[[], None],
+        works: list[torch_dist.Work],
+        then: Callable[[], None],
     ) -> None:
+        self._wait_time = wait_time
         self._first = first
         self._works = works
         self._then = then
 
     def wait(self) -> None:
-        self._first()
-        for work in self._works:
-            work.wait()
-        self._then()
+        with self._wait_time.counted():
+            self._first()
+            for work in self._works:
+                work.wait()
+            self._then()
         self._works, self._first, self._then = [], _nothing, _nothing
 
 

@@ -9,6 +9,7 @@ import torch.distributed as torch_dist
 from torch import Tensor
 
 from dist.collectives import HALF_PRECISION, BufferPool, mean_into, rank, world_size
+from dist.wait_time import WaitTime
 
 
 class NCCLCollectives:
@@ -18,6 +19,7 @@ class NCCLCollectives:
 
     def __init__(self) -> None:
         self.bytes_sent = 0
+        self.wait_time = WaitTime(on_stream=True)
         self._pool = BufferPool()
 
     def new_buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -37,11 +39,11 @@ class NCCLCollectives:
         if buffer.dtype in HALF_PRECISION:
             received = torch.empty_like(buffer)
             work = torch_dist.all_to_all_single(received, buffer, async_op=True)
-            return _Work(work, [buffer, received], [shard])
+            return _Work(self.wait_time, work, [buffer, received], [shard])
         work = torch_dist.reduce_scatter_tensor(
             shard, buffer, op=torch_dist.ReduceOp.AVG, async_op=True
         )
-        return _Work(work, [buffer])
+        return _Work(self.wait_time, work, [buffer])
 
     def all_reduce_mean(self, buffer: Tensor) -> "_Work":
         """NCCL's own; in two halves where the sum is to be taken in float32."""
@@ -51,7 +53,7 @@ class NCCLCollectives:
             return self.all_gather(buffer)
         self._count(buffer, 2)
         work = torch_dist.all_reduce(buffer, op=torch_dist.ReduceOp.AVG, async_op=True)
-        return _Work(work, [buffer])
+        return _Work(self.wait_time, work, [buffer])
 
     def all_gather(self, buffer: Tensor) -> "_Work":
         """NCCL's own."""
@@ -59,13 +61,13 @@ class NCCLCollectives:
         # In place, which NCCL supports.
         shard = buffer.chunk(world_size())[rank()]
         work = torch_dist.all_gather_into_tensor(buffer, shard, async_op=True)
-        return _Work(work, [buffer])
+        return _Work(self.wait_time, work, [buffer])
 
     def all_reduce_max(self, flags: Tensor, result: Tensor) -> "_Work":
         """NCCL's own."""
         result.copy_(flags)
         work = torch_dist.all_reduce(result, op=torch_dist.ReduceOp.MAX, async_op=True)
-        return _Work(work, [result])
+        return _Work(self.wait_time, work, [result])
 
     def _count(self, buffer: Tensor, times: int) -> None:
         self.bytes_sent += times * buffer.nbytes * (world_size() - 1) // world_size()
@@ -76,18 +78,21 @@ class _Work:
 
     def __init__(
         self,
+        wait_time: WaitTime,
         work: torch_dist.Work | None,
         holds: list[Tensor],
         averages_into: list[Tensor] | None = None,
     ) -> None:
         assert work is not None
+        self._wait_time = wait_time
         self._work = work
         # Memory must not be given to somebody else while the collective reads it.
         self._holds = holds
         self._averages_into = averages_into
 
     def wait(self) -> None:
-        self._work.wait()
+        with self._wait_time.counted():
+            self._work.wait()
         if self._averages_into:
             received = self._holds[-1]
             mean_into(self._averages_into, received.chunk(world_size()), world_size())

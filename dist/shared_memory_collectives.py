@@ -33,6 +33,7 @@ from dist.shared_memory import (
     listen,
     may_allocate,
 )
+from dist.wait_time import WaitTime
 
 READY, DONE = 1, 2
 
@@ -71,6 +72,7 @@ class SharedMemoryCollectives:
 
     def __init__(self, memory: SharedMemory) -> None:
         self.bytes_sent = 0
+        self.wait_time = WaitTime()
         self._memory = memory
         self._numbers = itertools.count()
         # By address, those that are lent: the first byte of their memory, and all of it.
@@ -104,7 +106,8 @@ class SharedMemoryCollectives:
         """Wait for DONE of the last operation on the buffer."""
         operation = self._read_by_others.pop(buffer.data_ptr(), None)
         if operation is not None:
-            self._memory.wait_for_all(DONE, operation)
+            with self.wait_time.counted():
+                self._memory.wait_for_all(DONE, operation)
             del self._memory.messages[DONE, operation]
 
     def reduce_scatter_mean(self, buffer: Tensor, shard: Tensor) -> "_Operation":
@@ -231,11 +234,11 @@ class _Operation:
 
     def wait(self) -> None:
         """Finish this one and, since they come first, those started before it."""
-        while True:
+        with self._collectives.wait_time.counted():
             self._collectives.move_along()
-            if self._is_over:
-                return
-            self._collectives._under_way[0].wait_for_others()
+            while not self._is_over:
+                self._collectives._under_way[0].wait_for_others()
+                self._collectives.move_along()
 
     def try_to_work(self) -> bool:
         """Do this rank's part if all are ready; whether it is done."""

@@ -3,8 +3,8 @@
 A thread reads the next ones while the model computes: a page that has to come from a disk first
 then holds up nobody, and on a GPU the tokens travel from pinned memory beside the computation. What
 is read is known by the number of its first sample, and a sample is a pure function of its number
-(data/tokens.py). So there is no state to wind forward or back: whoever asks for another place, after
-a rollback or a resume, gets that place's, and what was read ahead in vain is dropped.
+(data/tokens.py). So there is no state to wind forward or back: whoever asks for another place,
+after a rollback or a resume, gets that place's, and what was read ahead in vain is dropped.
 """
 
 import queue
@@ -17,8 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# Micro-batches read ahead: one that is ready, and one that may take as long as a whole micro-step.
-DEPTH = 2
+# Micro-batches read ahead. More are asked for when only so many are left: each time the thread is
+# woken, it takes its turn from the computation, so better one long one now and then.
+LEAST_AHEAD, MOST_AHEAD = 2, 8
 
 
 class Windows(Protocol):
@@ -80,8 +81,9 @@ class Batches:
             self._drop()
             self._ask_for(first)
         micro_batch = self._ahead.pop(first)
-        for number in range(1, DEPTH + 1):
-            self._ask_for(first + number * self._stride)
+        if len(self._ahead) < LEAST_AHEAD:
+            for number in range(1, MOST_AHEAD + 1):
+                self._ask_for(first + number * self._stride)
         return micro_batch
 
     def _ask_for(self, first: int) -> None:

@@ -1,24 +1,40 @@
 """What the device can do: whether it multiplies bfloat16 natively, and its peak rate."""
 
 import contextlib
+import functools
 import resource
 import sys
+import time
 from contextlib import AbstractContextManager
 
 import torch
 
-# Dense bfloat16 peak without sparsity, float16's too, in FLOP/s, from the makers' data sheets:
-# A100 and H100 (SXM, PCIe) datasheets, H200 datasheet, L40S datasheet. A device that is not listed
+# Dense bfloat16 and float16 peak without sparsity, FLOP/s, from the makers' data sheets: NVIDIA A10, A30, A100,
+# H100 (SXM, PCIe, NVL), H200, GH200, L4, L40, L40S and HGX B200, AMD Instinct MI300X; where a sheet
+# gives the figure with sparsity alone (H100 NVL, L4, B200), half of it. A device that is not listed
 # has an MFU unknown; a guessed peak would make every figure wrong in silence.
 PEAK_16_BIT_FLOPS = {
+    "NVIDIA A10": 125e12,
+    "NVIDIA A30": 165e12,
+    "NVIDIA A100-PCIE-40GB": 312e12,
     "NVIDIA A100-SXM4-40GB": 312e12,
     "NVIDIA A100-SXM4-80GB": 312e12,
     "NVIDIA A100 80GB PCIe": 312e12,
+    "NVIDIA B200": 2250e12,
+    "NVIDIA GH200 480GB": 989e12,
     "NVIDIA H100 80GB HBM3": 989e12,
+    "NVIDIA H100 NVL": 835e12,
     "NVIDIA H100 PCIe": 756e12,
     "NVIDIA H200": 989e12,
+    "NVIDIA L4": 121e12,
+    "NVIDIA L40": 181e12,
     "NVIDIA L40S": 362e12,
+    "AMD Instinct MI300X": 1307e12,
 }
+
+# A product of this many rows and columns keeps all of a CPU busy; so long it may be measured.
+SIZE_OF_MEASURED_PRODUCT = 768
+SECONDS_OF_MEASUREMENT = 0.05
 
 
 def resolve_dtype(requested: str, device: torch.device) -> str:
@@ -50,6 +66,23 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return None
     return PEAK_16_BIT_FLOPS.get(torch.cuda.get_device_name(device))
+
+
+@functools.cache
+def measured_peak_flops(dtype: torch.dtype) -> float:
+    """This process's best rate in `dtype` matrix products on its CPU threads, FLOP/s.
+
+    No data sheet knows how many cores a process may use, nor at what clock: so the best of some
+    large products is the peak. It is measured once, for about 50 ms.
+    """
+    factor = torch.full((SIZE_OF_MEASURED_PRODUCT, SIZE_OF_MEASURED_PRODUCT), 0.5, dtype=dtype)
+    product = torch.empty_like(factor)
+    times: list[float] = []
+    while sum(times) < SECONDS_OF_MEASUREMENT:
+        began = time.perf_counter()
+        torch.mm(factor, factor, out=product)
+        times.append(time.perf_counter() - began)
+    return 2 * SIZE_OF_MEASURED_PRODUCT**3 / min(times)
 
 
 def peak_memory_gb(device: torch.device) -> float:

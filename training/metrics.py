@@ -6,7 +6,6 @@ resumed step is cut off first, so that no step stands there twice.
 
 import json
 import math
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,9 +13,14 @@ from typing import IO, Any
 
 from data.tokens import EpochWindows
 from training.console import say
-from training.hardware import peak_flops, peak_memory_gb
+from training.hardware import measured_peak_flops, peak_flops, peak_memory_gb
 from training.job import Job
 from training.run_folder import RunFolder
+from training.step_clock import StepClock, slowest_rank_share
+
+# A CPU's peak rate is measured in runs that are long enough for it, once they are under way.
+STEPS_WORTH_A_MEASUREMENT = 200
+STEPS_BEFORE_MEASUREMENT = 20
 
 
 class Metrics:
@@ -81,32 +85,6 @@ class Metrics:
             self._failed = True
 
 
-class StepClock:
-    """Time spent in training steps, without validation and saving."""
-
-    def __init__(self) -> None:
-        self._since = time.perf_counter()
-        self._steps = 0
-
-    def count_step(self) -> None:
-        """Note that one more step is done."""
-        self._steps += 1
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Leave out what is done inside."""
-        before = time.perf_counter()
-        yield
-        self._since += time.perf_counter() - before
-
-    def seconds_per_step(self) -> float:
-        """Mean since the last call."""
-        now = time.perf_counter()
-        seconds = (now - self._since) / max(1, self._steps)
-        self._since, self._steps = now, 0
-        return seconds
-
-
 def introduce(job: Job) -> None:
     """Say what will be trained, on what, by how many processes, and for how long."""
     config, data, world = job.config, job.data, job.world
@@ -144,31 +122,37 @@ def show_progress(
     grad_norm: float,
     grad_scale: float | None = None,
 ) -> None:
-    """Log and print one step.
+    """Log and print one step; every rank must call it.
 
     Args:
         job: the run.
         metrics: where to log.
-        clock: of the training steps.
+        clock: of the training steps since the last call.
         loss: mean over the global batch.
         grad_norm: before clipping.
         grad_scale: what the loss was multiplied by, if there is a scaler.
     """
-    seconds = clock.seconds_per_step()
-    tokens_per_second = job.tokens_per_step / seconds
+    times = clock.lap()
+    tokens_per_second = job.tokens_per_step / times.step
     values = {
         "loss_train": loss,
         "lr": job.lr,
         "grad_norm": grad_norm,
         "tokens_per_second": tokens_per_second,
-        "seconds_per_step": seconds,
+        "seconds_per_step": times.step,
+        "data_wait_share": times.data_wait / times.step,
         "memory_gb": peak_memory_gb(job.world.device),
         "skipped_steps": job.skipped_steps,
         "failed_saves": job.failed_saves,
     }
     if grad_scale is not None:
         values["grad_scale"] = grad_scale
-    if peak := peak_flops(job.world.device, job.dtype):
+    if job.world.world_size > 1:
+        values["comm_wait_share"] = times.comm_wait / times.step
+        values["slowest_rank_share"] = slowest_rank_share(times, job.world)
+    with clock.paused():
+        peak = _peak_flops(job)
+    if peak:
         flops = tokens_per_second * job.model.num_flops_per_token()
         values["mfu"] = flops / (peak * job.world.world_size)
     metrics.log(job.iteration, **values)
@@ -217,6 +201,14 @@ def _epochs(job: Job) -> float:
     return sequences * job.config.model.max_seq_len / job.data.train.num_tokens
 
 
+def _peak_flops(job: Job) -> float | None:
+    """Of this rank's device; a CPU's is measured, by all ranks at once as they compute at once."""
+    device, is_long = job.world.device, job.config.schedule.iterations >= STEPS_WORTH_A_MEASUREMENT
+    if device.type == "cpu" and is_long and job.iteration >= STEPS_BEFORE_MEASUREMENT:
+        return measured_peak_flops(job.dtype)
+    return peak_flops(device, job.dtype)
+
+
 def _progress_line(job: Job, values: dict[str, float]) -> str:
     iterations = job.config.schedule.iterations
     seconds_left = (iterations - job.iteration) * values["seconds_per_step"]
@@ -227,7 +219,19 @@ def _progress_line(job: Job, values: dict[str, float]) -> str:
         f"grad_norm {values['grad_norm']:.3f}",
         f"{values['tokens_per_second']:,.0f} tokens/s",
     ]
-    if job.world.device.type != "cpu":
-        parts.append(f"MFU {values['mfu']:.1%}" if "mfu" in values else "MFU unknown")
+    if "mfu" in values:
+        parts.append(f"MFU {values['mfu']:.1%}")
+    elif job.world.device.type != "cpu":
+        parts.append("MFU unknown")
+    parts.append(_waits(values))
     parts.append(f"{duration(seconds_left)} left")
     return " | ".join(parts)
+
+
+def _waits(values: dict[str, float]) -> str:
+    """What of a step's time was no computation, and how unequal the ranks are."""
+    said = f"waits {values['data_wait_share']:.1%} data"
+    if "comm_wait_share" in values:
+        said += f" {values['comm_wait_share']:.1%} comm"
+        said += f", slowest rank x{values['slowest_rank_share']:.2f}"
+    return said

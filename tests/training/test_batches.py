@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from training.batches import DEPTH, Batches
+from training.batches import MOST_AHEAD, Batches
 
 SIZE, STRIDE, CPU = 2, 6, torch.device("cpu")
 
@@ -44,7 +44,7 @@ def test_the_next_micro_batches_are_read_before_they_are_asked_for():
     windows = Counting()
     with Batches(windows, SIZE, STRIDE, CPU) as batches:
         assert_begins_with(batches.take(4), 4)
-        assert windows.wait_for(4 + DEPTH * STRIDE)
+        assert windows.wait_for(4 + MOST_AHEAD * STRIDE)
         assert windows.readers == {"batches"}
         for first in range(4 + STRIDE, 100, STRIDE):
             assert_begins_with(batches.take(first), first)
