@@ -42,6 +42,7 @@ from training.command_line import run
 from training.config import DEFAULT_DATA_DIR, Config, ScheduleConfig, load_config
 from training.config_checks import check
 from training.evaluate import evaluate
+from training.garbage import collect_when_due, collected_by_hand, set_start_apart
 from training.hardware import autocast
 from training.interrupt import REASONS, StopRequest
 from training.job import Job
@@ -62,6 +63,7 @@ from training.step_clock import StepClock
 from training.step_reports import Reports
 
 
+@collected_by_hand()
 def main() -> None:
     """Configuration, processes, data, model, optimizer, resume, loop, leave."""
     config = load_config(__doc__ or "")
@@ -129,6 +131,7 @@ def train(job: Job, schedule: ScheduleConfig) -> None:
         validate(job, metrics)
         if job.is_last:  # a run of no steps at all still leaves what it is: the initial weights
             save_checkpoint(job, None, is_due=True)
+    set_start_apart(job)
     clock = StepClock(job)
     while not job.is_last and leaves is None:
         job.iteration += 1
@@ -155,6 +158,7 @@ def train(job: Job, schedule: ScheduleConfig) -> None:
             if new_best is not None or is_due or leaves is not None:
                 metrics.flush()
                 save_checkpoint(job, new_best, is_due or leaves is not None)
+            collect_when_due(job)
     metrics.close()
     end(job, leaves)
 
