@@ -56,6 +56,7 @@ from training.parts import (
     make_windows,
     with_dtype,
 )
+from training.profiler import StepProfiler
 from training.run_folder import RunFolder
 from training.run_status import FINISHED, to_be_continued
 from training.start import go_back, resume_or_start
@@ -132,9 +133,10 @@ def train(job: Job, schedule: ScheduleConfig) -> None:
         if job.is_last:  # a run of no steps at all still leaves what it is: the initial weights
             save_checkpoint(job, None, is_due=True)
     set_start_apart(job)
-    clock = StepClock(job)
+    clock, profiler = StepClock(job), StepProfiler(job)
     while not job.is_last and leaves is None:
         job.iteration += 1
+        profiler.begin_step()
         training_step(job)
         is_shown = job.is_due(options.log_interval) or job.iteration == 1 or job.is_last
         is_validated = job.is_due(options.val_interval) or job.is_last
@@ -151,6 +153,7 @@ def train(job: Job, schedule: ScheduleConfig) -> None:
         if is_shown and report is not None:
             show_progress(job, metrics, clock, report.loss, report.grad_norm, report.grad_scale)
         with clock.paused():
+            profiler.end_step()
             new_best = None
             if is_validated:
                 await_checkpoint(job)
@@ -159,6 +162,7 @@ def train(job: Job, schedule: ScheduleConfig) -> None:
                 metrics.flush()
                 save_checkpoint(job, new_best, is_due or leaves is not None)
             collect_when_due(job)
+    profiler.close()
     metrics.close()
     end(job, leaves)
 

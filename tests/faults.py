@@ -31,7 +31,8 @@ TIMEOUT_SECONDS = 15
 SECONDS_TO_NOTICE = 40.0
 # Where two runs may differ and still be the same: how they were started, and how fast they were.
 OF_THE_START = {"out_dir", "resume", "async_checkpoint", "overwrite"}
-OF_THE_MACHINE = {"tokens_per_second", "seconds_per_step", "memory_gb"}
+OF_THE_MACHINE = {"tokens_per_second", "seconds_per_step", "memory_gb", "mfu"}
+OF_THE_MACHINE |= {"data_wait_share", "comm_wait_share", "slowest_rank_share"}
 
 
 class Event(NamedTuple):

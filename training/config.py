@@ -24,8 +24,8 @@ DEFAULT_DATA_DIR = "data/python_stdlib"
 # makes a run of that file would, by overwrite, delete what the first one made; by resume or
 # init_from, train on other weights than those of the seed, or be refused where both meet; by
 # allow_changed, be warned of nothing any more; by max_minutes, stop when the first one's time was
-# up.
-OF_ONE_START = ("resume", "overwrite", "init_from", "allow_changed", "max_minutes")
+# up; by profile, be slowed down for a trace that nobody looks at.
+OF_ONE_START = ("resume", "overwrite", "init_from", "allow_changed", "max_minutes", "profile")
 
 
 @dataclass(frozen=True)
@@ -123,6 +123,8 @@ class RunConfig:
     """Write checkpoints while the training goes on; off: it waits, and needs no second copy."""
     max_minutes: float | None = None
     """Save and leave after this many minutes, before a queue's time limit ends the job."""
+    profile: bool = False
+    """Trace steps 5 to 7 of this start into out_dir/profile, for Perfetto or chrome://tracing."""
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """The folder of one run: what lies where, who may start in it, and what is saved when.
 
     config.yaml  metrics.jsonl  tensorboard/  checkpoints/ckpt_00000500.pt ...  checkpoints/best.pt
-    status (run_status.py)  .lock (run_lock.py)
+    status (run_status.py)  .lock (run_lock.py)  profile/rank0.json.gz (profiler.py)
 
-Only rank 0 looks at the disk or writes to it; what it decides, all ranks do.
+Only rank 0 looks at the disk or writes to it, but for profiles; what it decides, all ranks do.
 """
 
 import itertools
@@ -35,6 +35,7 @@ from training.run_status import RUNNING, write_status
 RUN_FILES = (
     ("checkpoints", r"(ckpt_\d+|best)\.pt(\.(superseded|damaged)(\.\d+)?)?"),
     ("tensorboard", r"events\.out\.tfevents\..*"),
+    ("profile", r"rank\d+\.(json\.gz|txt)"),
     (".", r"metrics\.jsonl|status"),
 )
 
@@ -52,6 +53,7 @@ class RunFolder:
         self.checkpoints = self.path / "checkpoints"
         self.metrics = self.path / "metrics.jsonl"
         self.tensorboard = self.path / "tensorboard"
+        self.profile = self.path / "profile"
         self.config = self.path / "config.yaml"
         self.best = self.checkpoints / "best.pt"
         self.keep_checkpoints = keep_checkpoints

@@ -187,7 +187,7 @@ def test_the_saved_configuration_does_not_say_how_its_run_was_started(tmp_path):
     path = tmp_path / "config.yaml"
     write_config(config_of(*started, "--max_minutes", "9", "--seed", "3"), path)
     assert config_of("--config", str(path)) == config_of("--seed", "3")
-    write_config(config_of("--overwrite", "--async_checkpoint", "off"), path)
+    write_config(config_of("--overwrite", "--profile", "--async_checkpoint", "off"), path)
     assert config_of("--config", str(path)) == config_of("--async_checkpoint", "off")
 
 
