@@ -62,6 +62,7 @@ from training.run_status import FINISHED, to_be_continued
 from training.start import go_back, resume_or_start
 from training.step_clock import StepClock
 from training.step_reports import Reports
+from training.threads import share_cores
 
 
 @collected_by_hand()
@@ -72,6 +73,7 @@ def main() -> None:
         config.device.backend, config.device.device, config.device.timeout_seconds
     )
     check(config, world.world_size)
+    share_cores()
 
     data = open_data(config, world)
     config = replace(config, model=config.model.resolve(data.vocab_size))

@@ -481,4 +481,10 @@ def test_mfu_is_the_share_of_all_devices_peak(tmp_path, data_dir, world_size):
         rate = tokens / entry["seconds_per_step"]
         assert entry["tokens_per_second"] == pytest.approx(rate)
         assert entry["mfu"] == pytest.approx(rate * flops_per_token / (world_size * 1e12))
+        assert 0 <= entry["data_wait_share"] < 1
+        assert ("comm_wait_share" in entry) == (world_size > 1)
+    if world_size > 1:
+        for entry in entries:
+            assert 0 < entry["comm_wait_share"] < 1
+            assert 1 <= entry["slowest_rank_share"] <= world_size
     assert len(entries) == 3

@@ -9,10 +9,10 @@ from contextlib import AbstractContextManager
 
 import torch
 
-# Dense bfloat16 and float16 peak without sparsity, FLOP/s, from the makers' data sheets: NVIDIA
-# A10, A30, A100, H100 (SXM, PCIe, NVL), H200, GH200, L4, L40, L40S and HGX B200, AMD Instinct MI300X; where a sheet
-# gives the figure with sparsity alone (H100 NVL, L4, B200), half of it. A device that is not listed
-# has an MFU unknown; a guessed peak would make every figure wrong in silence.
+# Dense bfloat16 peak without sparsity, float16's too, in FLOP/s, from the makers' data sheets: NVIDIA
+# A10, A30, A100, H100 (SXM, PCIe, NVL), H200, GH200, L4, L40, L40S and HGX B200, AMD Instinct MI300X;
+# where a sheet gives the figure with sparsity alone (H100 NVL, L4, B200), half of it. A device that
+# is not listed has an MFU unknown; a guessed peak would make every figure wrong in silence.
 PEAK_16_BIT_FLOPS = {
     "NVIDIA A10": 125e12,
     "NVIDIA A30": 165e12,

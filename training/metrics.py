@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+import torch
+
 from data.tokens import EpochWindows
 from training.console import say
 from training.hardware import measured_peak_flops, peak_flops, peak_memory_gb
@@ -21,6 +23,9 @@ from training.step_clock import StepClock, slowest_rank_share
 # A CPU's peak rate is measured in runs that are long enough for it, once they are under way.
 STEPS_WORTH_A_MEASUREMENT = 200
 STEPS_BEFORE_MEASUREMENT = 20
+
+# From where on the slowest rank is worth a word on the console; the files always have it.
+NOTABLY_SLOWER = 1.1
 
 
 class Metrics:
@@ -108,7 +113,8 @@ def introduce(job: Job) -> None:
     )
     job.say(
         f"length: {config.schedule.iterations} steps, {total:,} tokens, "
-        f"{_epochs(job):.2f} epochs, on {world.device.type}"
+        f"{_epochs(job):.2f} epochs, on {world.device.type}, "
+        f"CPU threads a process: {torch.get_num_threads()}"
     )
     if job.is_last and job.iteration > 0:
         job.say(f"nothing is left to do: {job.iteration} steps are done")
@@ -233,5 +239,6 @@ def _waits(values: dict[str, float]) -> str:
     said = f"waits {values['data_wait_share']:.1%} data"
     if "comm_wait_share" in values:
         said += f" {values['comm_wait_share']:.1%} comm"
-        said += f", slowest rank x{values['slowest_rank_share']:.2f}"
+        if values["slowest_rank_share"] >= NOTABLY_SLOWER:
+            said += f", slowest rank x{values['slowest_rank_share']:.2f}"
     return said

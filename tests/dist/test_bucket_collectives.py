@@ -11,6 +11,7 @@ import time
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -448,6 +449,33 @@ def count_bytes():
 def test_an_all_reduce_counts_as_the_bytes_of_both_its_halves(size):
     expected = [[size - 1, size - 1, 2 * (size - 1)]] * len(DTYPES) * 2
     assert run_distributed(count_bytes, size) == [expected] * size
+
+
+def time_waits():
+    """Seconds waited, by the clock that each call of it moves on by one: before, and after each."""
+    counts = []
+    for kind in both_kinds():
+        buffer = kind.new_buffer(30 * world_size(), torch.float32, CPU).zero_()
+        flags = kind.new_buffer(4, torch.uint8, CPU).zero_()
+        clock = SimpleNamespace(perf_counter=itertools.count().__next__)
+        with mock.patch("dist.wait_time.time", clock):
+            waited = [kind.wait_time.seconds()]
+            for start, arguments in (
+                (kind.reduce_scatter_mean, (buffer, torch.empty(30))),
+                (kind.all_gather, (buffer,)),
+                (kind.all_reduce_mean, (buffer,)),
+                (kind.all_reduce_max, (flags, torch.empty_like(flags))),
+            ):
+                work = start(*arguments)
+                assert kind.wait_time.seconds() == waited[-1]
+                work.wait()
+                waited.append(kind.wait_time.seconds())
+        counts.append(waited)
+    return counts
+
+
+def test_each_wait_for_other_ranks_is_counted_once_and_its_start_is_not():
+    assert run_distributed(time_waits, 2) == [[[0, 1, 2, 3, 4]] * 2] * 2
 
 
 def different_lengths():

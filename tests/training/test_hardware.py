@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from training.hardware import PEAK_16_BIT_FLOPS, autocast, peak_flops
+from training.hardware import PEAK_16_BIT_FLOPS, autocast, measured_peak_flops, peak_flops
 
 GPU, CPU = torch.device("cuda", 1), torch.device("cpu")
 
@@ -44,3 +44,11 @@ def test_matrix_products_run_in_the_dtype_and_weights_stay_wide(dtype):
     product.float().sum().backward()
     assert layer.weight.grad is not None
     assert layer.weight.dtype == layer.weight.grad.dtype == torch.float32
+
+
+def test_a_cpus_peak_is_measured_once_and_draws_no_random_number():
+    before = torch.get_rng_state()
+    peak = measured_peak_flops(torch.float32)
+    assert peak > 1e8
+    assert measured_peak_flops(torch.float32) is peak
+    assert torch.equal(torch.get_rng_state(), before)

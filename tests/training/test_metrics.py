@@ -2,10 +2,15 @@
 
 import json
 import math
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
+import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from training.metrics import Metrics, duration, keep_until
+from training import metrics as metrics_module
+from training.metrics import STEPS_WORTH_A_MEASUREMENT, Metrics, duration, keep_until
 from training.run_folder import RunFolder
 
 
@@ -91,3 +96,24 @@ def test_a_disk_that_is_full_at_the_start_stops_the_measurements_and_not_the_run
     write_steps(tmp_path, 2, range(3, 5), offset=0.5)
     assert "measurements are not written" in capsys.readouterr().out
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("iterations", "iteration", "is_measured"),
+    [
+        (STEPS_WORTH_A_MEASUREMENT, 100, True),
+        (STEPS_WORTH_A_MEASUREMENT, 1, False),
+        (STEPS_WORTH_A_MEASUREMENT - 1, 100, False),
+    ],
+)
+def test_a_cpus_peak_is_measured_in_long_runs_alone_and_not_while_they_start(
+    monkeypatch, iterations, iteration, is_measured
+):
+    monkeypatch.setattr(metrics_module, "measured_peak_flops", lambda dtype: 5e9)
+    job: Any = SimpleNamespace(
+        world=SimpleNamespace(device=torch.device("cpu")),
+        dtype=torch.float32,
+        iteration=iteration,
+        config=SimpleNamespace(schedule=SimpleNamespace(iterations=iterations)),
+    )
+    assert metrics_module._peak_flops(job) == (5e9 if is_measured else None)
