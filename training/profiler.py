@@ -60,7 +60,7 @@ class StepProfiler:
     def _write(self, traced: profile) -> None:
         folder = self._job.folder.profile
         trace = folder / f"rank{self._job.world.rank}.json.gz"
-        by = f"self_{self._job.world.device.type}_time_total"
+        by = f"self_{'cpu' if self._job.world.device.type == 'cpu' else 'device'}_time_total"
         try:
             folder.mkdir(parents=True, exist_ok=True)
             traced.export_chrome_trace(str(trace))

@@ -1,5 +1,8 @@
 """What NCCL is asked for, which tests without a GPU can only listen to."""
 
+import itertools
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as torch_dist
@@ -17,6 +20,28 @@ class Work:
         self.effect()
 
 
+class Event:
+    """A moment of a stream, which a test lets pass."""
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+        self.moment = -1
+        self.is_past = False
+
+    def record(self):
+        self.moment = next(MOMENTS)
+
+    def query(self):
+        return self.is_past
+
+    def elapsed_time(self, end):
+        assert end.is_past
+        return 250.0 * (end.moment - self.moment)  # milliseconds
+
+
+MOMENTS = itertools.count()
+
+
 @pytest.fixture
 def asked(monkeypatch):
     """A world of four ranks that all hold the same; this is rank 1."""
@@ -29,6 +54,7 @@ def asked(monkeypatch):
 
         monkeypatch.setattr(torch_dist, name, collective)
 
+    monkeypatch.setattr(torch.cuda, "Event", Event)
     record("all_reduce")
     record("reduce_scatter_tensor", lambda shard, buffer: shard.copy_(buffer.chunk(4)[1]))
     record("all_gather_into_tensor")
@@ -70,3 +96,16 @@ def test_memory_that_was_given_back_is_lent_again(asked):
     collectives.recycle(buffer)
     assert collectives.new_buffer(6, torch.float32, CPU).data_ptr() == address
     assert collectives.new_buffer(6, torch.float32, CPU).data_ptr() != address
+
+
+def test_what_a_stream_waited_counts_when_it_is_over_and_makes_nobody_wait(asked):
+    collectives = NCCLCollectives()
+    buffer = collectives.new_buffer(8, torch.float32, CPU).zero_()
+    wait_time: Any = collectives.wait_time
+    for _ in range(3):
+        collectives.all_gather(buffer).wait()
+    assert wait_time.seconds() == 0
+    for _, end in list(wait_time._events)[:2]:
+        end.is_past = True
+    assert wait_time.seconds() == 2 * 0.25
+    assert wait_time.seconds() == 2 * 0.25
