@@ -49,7 +49,11 @@ def with_dtype(config: Config, world: World) -> Config:
 
 def make_model(config: Config, world: World) -> Transformer:
     """The model of the configuration, with weights from the seed."""
-    model = Transformer(config.model).to(world.device)
+    return adapted(Transformer(config.model).to(world.device), config)
+
+
+def adapted(model: Transformer, config: Config) -> Transformer:
+    """The model with what the options of the device ask of it."""
     model.activation_checkpointing = config.device.activation_checkpointing
     for parameter in model.parameters():  # not buffers: the rotary angles stay float32
         parameter.data = parameter.data.to(getattr(torch, config.device.param_dtype))
@@ -65,28 +69,35 @@ def make_scaler(config: Config, world: World) -> GradScaler:
 
 def make_optimizer(config: Config, ddp: DDP) -> AdamW | ShardedOptimizer:
     """AdamW or Muon with decay on matrices alone; state sharded over the ranks if wished."""
-    options, model = config.optimizer, ddp.module
-    assert isinstance(model, Transformer)
+    assert isinstance(ddp.module, Transformer)
+    optimizer_class, groups, kwargs = optimizer_recipe(config, ddp.module)
+    if is_sharded(config, has_others=ddp.collectives is not None):
+        return ShardedOptimizer(groups, optimizer_class, ddp=ddp, **kwargs)
+    return optimizer_class(groups, **kwargs)
+
+
+def is_sharded(config: Config, has_others: bool) -> bool:
+    """Whether a ShardedOptimizer is around; alone it keeps the masters of 16-bit weights."""
+    needs_masters = config.device.param_dtype != "float32"
+    return config.device.shard_optimizer and (has_others or needs_masters)
+
+
+def optimizer_recipe(
+    config: Config, model: Transformer
+) -> tuple[type[AdamW], list[dict[str, Any]], dict[str, Any]]:
+    """The optimizer's class, its groups of the model's parameters, and its other arguments."""
+    options = config.optimizer
     named, decay = list(model.named_parameters()), options.weight_decay
     kwargs: dict[str, Any] = {
         "lr": config.schedule.lr_max,
         "betas": (options.beta1, options.beta2),
         "eps": options.eps,
     }
-    if options.optimizer == "muon":
-        optimizer_class: type[AdamW] = Muon
-        groups = matrix_groups(named, decay, model.row_blocks())
-        for group in groups:
-            if "whole_matrices" in group:
-                group["lr_scale"] = options.muon_lr / max(config.schedule.lr_max, 1e-30)
-        kwargs |= {
-            "momentum": options.muon_momentum,
-            "dtype": getattr(torch, config.device.dtype),
-        }
-    else:
-        optimizer_class = AdamW
-        groups = decay_groups(named, decay)
-    needs_masters = config.device.param_dtype != "float32"
-    if config.device.shard_optimizer and (ddp.collectives is not None or needs_masters):
-        return ShardedOptimizer(groups, optimizer_class, ddp=ddp, **kwargs)
-    return optimizer_class(groups, **kwargs)
+    if options.optimizer == "adamw":
+        return AdamW, decay_groups(named, decay), kwargs
+    groups = matrix_groups(named, decay, model.row_blocks())
+    for group in groups:
+        if "whole_matrices" in group:
+            group["lr_scale"] = options.muon_lr / max(config.schedule.lr_max, 1e-30)
+    kwargs |= {"momentum": options.muon_momentum, "dtype": getattr(torch, config.device.dtype)}
+    return Muon, groups, kwargs
