@@ -4,6 +4,7 @@
     python train_ddp.py                                   # the same job in 1 process
     torchrun --nproc_per_node=8 train_ddp.py --config configs/gpt2-124m.yaml --data_dir data/mine
     torchrun --nproc_per_node=8 train_ddp.py --config configs/gpt2-124m.yaml --resume auto
+    python train_ddp.py --config configs/gpt2-124m.yaml --dry_run --world_size 8   # what it takes
 
 Without --data_dir it trains on the source of the Python standard library of this machine. The loss
 curve depends on configuration and seed alone, not on how many processes compute it.
@@ -41,6 +42,7 @@ from training.checkpoint_writer import CheckpointWriter
 from training.command_line import run
 from training.config import DEFAULT_DATA_DIR, Config, ScheduleConfig, load_config
 from training.config_checks import check
+from training.dry_run import dry_run
 from training.evaluate import evaluate
 from training.garbage import collect_when_due, collected_by_hand, set_start_apart
 from training.hardware import autocast
@@ -69,6 +71,8 @@ from training.threads import share_cores
 def main() -> None:
     """Configuration, processes, data, model, optimizer, resume, loop, leave."""
     config = load_config(__doc__ or "")
+    if config.planned.dry_run:
+        return dry_run(config)
     world = init_process_group(
         config.device.backend, config.device.device, config.device.timeout_seconds
     )

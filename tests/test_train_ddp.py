@@ -457,6 +457,8 @@ def test_prepare_train_resume_and_generate_through_the_real_commands(tmp_path):
     first = run_torchrun("train_ddp.py", 2, *shape, cwd=tmp_path)
     assert first.returncode == 0, first.stderr
     assert "step 20/20 | loss " in first.stdout
+    shares = "4 sequences x 1 micro-batches x 2 processes x 64 tokens = 512 tokens a step"
+    assert f"batch: {shares}" in first.stdout
     assert "validation loss" in first.stdout
     more = ["--iterations", "30", "--resume", "auto"]
     second = run_torchrun("train_ddp.py", 2, *shape, *more, cwd=tmp_path)

@@ -24,8 +24,20 @@ DEFAULT_DATA_DIR = "data/python_stdlib"
 # makes a run of that file would, by overwrite, delete what the first one made; by resume or
 # init_from, train on other weights than those of the seed, or be refused where both meet; by
 # allow_changed, be warned of nothing any more; by max_minutes, stop when the first one's time was
-# up; by profile, be slowed down for a trace that nobody looks at.
-OF_ONE_START = ("resume", "overwrite", "init_from", "allow_changed", "max_minutes", "profile")
+# up; by profile, be slowed down for a trace that nobody looks at; by dry_run, not train at all.
+OF_ONE_START = (
+    "resume",
+    "overwrite",
+    "init_from",
+    "allow_changed",
+    "max_minutes",
+    "profile",
+    "dry_run",
+    "world_size",
+    "device_name",
+    "peak_tflops",
+    "assumed_mfu",
+)
 
 
 @dataclass(frozen=True)
@@ -154,6 +166,22 @@ class DeviceConfig:
 
 
 @dataclass(frozen=True)
+class DryRunConfig:
+    """Dry run"""
+
+    dry_run: bool = False
+    """Say what the run would take and every problem that it has, and end; writes nothing."""
+    world_size: int | None = None
+    """Processes of the run that is reckoned; none: as many as this one was started with."""
+    device_name: str | None = None
+    """GPU of the run that is reckoned, e.g. "NVIDIA H200"; none: what is in this machine."""
+    peak_tflops: float | None = None
+    """Peak of one device in the dtype of the products, TFLOP/s; none: from its maker, if known."""
+    assumed_mfu: float = 0.4
+    """Share of the peak that the reckoned run reaches."""
+
+
+@dataclass(frozen=True)
 class Config:
     """The whole configuration of a run."""
 
@@ -163,6 +191,7 @@ class Config:
     optimizer: OptimizerConfig
     run: RunConfig
     device: DeviceConfig
+    planned: DryRunConfig = DryRunConfig()
 
     def to_dict(self) -> dict[str, Any]:
         """All options as one flat dict of plain values, the form of YAML and checkpoints."""
@@ -170,9 +199,10 @@ class Config:
         return {name: value for section in sections for name, value in asdict(section).items()}
 
     def lines(self) -> list[str]:
-        """All options for people, a paragraph a section."""
+        """All options of a run for people, a paragraph a section."""
         lines = []
-        for section in (getattr(self, section.name) for section in fields(self)):
+        shown = [section.name for section in fields(self) if section.name != "planned"]
+        for section in (getattr(self, name) for name in shown):
             values = ", ".join(f"{name} {value}" for name, value in asdict(section).items())
             title = f"{type(section).__doc__}: "
             lines += textwrap.wrap(title + values, width=100, subsequent_indent="    ")
@@ -190,6 +220,7 @@ SECTIONS: tuple[type, ...] = (
     OptimizerConfig,
     RunConfig,
     DeviceConfig,
+    DryRunConfig,
 )
 
 

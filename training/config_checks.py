@@ -5,11 +5,11 @@ queue for hours should be sent back for all of them, not for one after the other
 """
 
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 from training.command_line import CommandLineError, did_you_mean
-from training.config import Config, DataConfig, RunConfig
+from training.config import Config, DataConfig, DryRunConfig, RunConfig
 from training.resume import ALLOWABLE
 
 
@@ -43,7 +43,8 @@ def check(config: Config, world_size: int) -> None:
         muon_lr=optimizer.muon_lr,
         seed=run.seed,
     )
-    if not problems and data.batch_size % (world_size * data.gradient_accumulation_steps):
+    counts = (world_size, data.batch_size, data.gradient_accumulation_steps)
+    if min(counts) > 0 and data.batch_size % (world_size * data.gradient_accumulation_steps):
         problems.append(_indivisible_batch(data, world_size))
     if schedule.epochs is not None and not schedule.epochs > 0:
         problems.append(f"epochs is {schedule.epochs}, it must be above 0")
@@ -71,6 +72,7 @@ def check(config: Config, world_size: int) -> None:
     if run.max_minutes is not None and not run.max_minutes > 0:
         problems.append(f"max_minutes is {run.max_minutes}, it must be above 0")
     problems += _start_problems(run)
+    problems += _dry_run_problems(config.planned)
     if problems:
         raise CommandLineError("; ".join(problems))
 
@@ -154,4 +156,22 @@ def _start_problems(run: RunConfig) -> list[str]:
                 f"allow_changed does not know {name}{did_you_mean(name, ALLOWABLE)} "
                 f"(it knows {', '.join(ALLOWABLE)})"
             )
+    return problems
+
+
+def _dry_run_problems(planned: DryRunConfig) -> list[str]:
+    """What a dry run cannot be reckoned with, and what a real one would pass over in silence."""
+    problems = _below(1, world_size=1 if planned.world_size is None else planned.world_size)
+    if planned.peak_tflops is not None and not planned.peak_tflops > 0:
+        problems.append(f"peak_tflops is {planned.peak_tflops}, it must be above 0")
+    if not 0.0 < planned.assumed_mfu <= 1.0:
+        problems.append(f"assumed_mfu is {planned.assumed_mfu}, it must be in (0, 1]")
+    if not planned.dry_run:
+        given = [
+            field.name for field in fields(planned) if getattr(planned, field.name) != field.default
+        ]
+        problems += [
+            f"{name} is for --dry_run alone: a run has the processes and devices it is started on"
+            for name in given
+        ]
     return problems

@@ -9,10 +9,10 @@ from contextlib import AbstractContextManager
 
 import torch
 
-# Dense bfloat16 peak without sparsity, float16's too, in FLOP/s, from the makers' data sheets: NVIDIA
-# A10, A30, A100, H100 (SXM, PCIe, NVL), H200, GH200, L4, L40, L40S and HGX B200, AMD Instinct MI300X;
-# where a sheet gives the figure with sparsity alone (H100 NVL, L4, B200), half of it. A device that
-# is not listed has an MFU unknown; a guessed peak would make every figure wrong in silence.
+# Dense bfloat16 peak without sparsity, float16's too, in FLOP/s, from the makers' data sheets:
+# NVIDIA A10, A30, A100, H100 (SXM, PCIe, NVL), H200, GH200, L4, L40, L40S and HGX B200, AMD Instinct
+# MI300X; where a sheet gives the figure with sparsity alone (H100 NVL, L4, B200), half of it. A
+# device that is not listed has an MFU unknown; a guessed peak would make every figure wrong.
 PEAK_16_BIT_FLOPS = {
     "NVIDIA A10": 125e12,
     "NVIDIA A30": 165e12,
@@ -35,6 +35,13 @@ PEAK_16_BIT_FLOPS = {
 # A product of this many rows and columns keeps all of a CPU busy; so long it may be measured.
 SIZE_OF_MEASURED_PRODUCT = 768
 SECONDS_OF_MEASUREMENT = 0.05
+
+
+def devices_called(name: str) -> list[str]:
+    """Listed devices of this name; else those whose names hold it, in any case."""
+    if name in PEAK_BFLOAT16_FLOPS:
+        return [name]
+    return [known for known in PEAK_BFLOAT16_FLOPS if name.lower() in known.lower()]
 
 
 def resolve_dtype(requested: str, device: torch.device) -> str:

@@ -13,7 +13,8 @@ from typing import IO, Any
 
 import torch
 
-from data.tokens import EpochWindows
+from data.tokens import EpochWindows, RandomWindows
+from training.config import Config
 from training.console import say
 from training.hardware import measured_peak_flops, peak_flops, peak_memory_gb
 from training.job import Job
@@ -93,8 +94,6 @@ class Metrics:
 def introduce(job: Job) -> None:
     """Say what will be trained, on what, by how many processes, and for how long."""
     config, data, world = job.config, job.data, job.world
-    context = config.model.max_seq_len
-    steps = config.data.gradient_accumulation_steps
     total = job.tokens_per_step * config.schedule.iterations
     for line in config.lines():
         job.say(line)
@@ -107,17 +106,24 @@ def introduce(job: Job) -> None:
         f"data: {data.data_dir}, {data.train.num_tokens:,} tokens for training, "
         f"{data.val.num_tokens:,} for validation, vocabulary {data.vocab_size}"
     )
-    job.say(
-        f"batch: {config.micro_batch_size(world.world_size)} sequences x {steps} micro-batches x "
-        f"{world.world_size} processes x {context} tokens = {job.tokens_per_step:,} tokens a step"
-    )
+    job.say(batch_line(config, world.world_size))
     job.say(
         f"length: {config.schedule.iterations} steps, {total:,} tokens, "
-        f"{_epochs(job):.2f} epochs, on {world.device.type}, "
+        f"{epochs(config, job.windows, data.train.num_tokens):.2f} epochs, on {world.device.type}, "
         f"CPU threads a process: {torch.get_num_threads()}"
     )
     if job.is_last and job.iteration > 0:
         job.say(f"nothing is left to do: {job.iteration} steps are done")
+
+
+def batch_line(config: Config, world_size: int) -> str:
+    """How the tokens of a step, the same for any number of processes, are shared out."""
+    context, steps = config.model.max_seq_len, config.data.gradient_accumulation_steps
+    return (
+        f"batch: {config.micro_batch_size(world_size)} sequences x {steps} micro-batches x "
+        f"{world_size} processes x {context} tokens = "
+        f"{config.data.batch_size * context:,} tokens a step"
+    )
 
 
 def show_progress(
@@ -199,12 +205,18 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
-def _epochs(job: Job) -> float:
-    """How often the run goes over the training text, counted in what it draws from."""
-    sequences = job.config.schedule.iterations * job.config.data.batch_size
-    if isinstance(job.windows, EpochWindows):
-        return sequences / job.windows.num_windows
-    return sequences * job.config.model.max_seq_len / job.data.train.num_tokens
+def epochs(config: Config, windows: RandomWindows | EpochWindows, num_tokens: int) -> float:
+    """How often a run goes over the training text, counted in what it draws from.
+
+    Args:
+        config: of a known length.
+        windows: where the global batches come from.
+        num_tokens: of the training text.
+    """
+    sequences = config.schedule.iterations * config.data.batch_size
+    if isinstance(windows, EpochWindows):
+        return sequences / windows.num_windows
+    return sequences * config.model.max_seq_len / num_tokens
 
 
 def _peak_flops(job: Job) -> float | None:

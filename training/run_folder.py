@@ -149,19 +149,8 @@ class RunFolder:
             CommandLineError: the folder holds another run than the one that goes on and overwrite
                 is not given, or it cannot be created.
         """
-        found = self._found()
         goes_on = resumed_from is not None and self._holds(Path(resumed_from))
-        if found and not goes_on and not overwrite:
-            raise CommandLineError(
-                f"{self.path} holds a run of {found[-1][0]} steps: go on with --resume auto, "
-                "start anew with --overwrite, or choose another --out_dir"
-            )
-        aside = [*self.checkpoints.glob("*.damaged*"), *self.checkpoints.glob("*.superseded*")]
-        if aside and not goes_on and not overwrite:
-            raise CommandLineError(
-                f"{self.checkpoints} holds checkpoints that were set aside, {aside[0].name}: move "
-                "them away, start anew with --overwrite, or choose another --out_dir"
-            )
+        self._refuse_another_run(goes_on, overwrite)
         try:
             if not goes_on:
                 self._delete_run()
@@ -174,6 +163,42 @@ class RunFolder:
         if self._lock is not None:
             run_lock.sign(self._lock, self._agents)
         return self.set_aside_later(iteration, resumed_from)
+
+    def look(self, resume: str | None, overwrite: bool) -> None:
+        """Refuse what `enter` and `claim` would refuse, and leave the folder as it is.
+
+        Checkpoints of the folder itself are not read through.
+
+        Args:
+            resume: of the options.
+            overwrite: of the options.
+
+        Raises:
+            CommandLineError: the folder holds another run than the one that goes on.
+            CheckpointError: the given checkpoint cannot be read.
+        """
+        if self.path.exists() and not self.path.is_dir():
+            raise CommandLineError(f"cannot use out_dir {self.path}: it is a file")
+        goes_on = resume == "auto" and bool(self._found())
+        if resume not in (None, "auto"):
+            verify(Path(resume))
+            goes_on = self._holds(Path(resume))
+        self._refuse_another_run(goes_on, overwrite)
+
+    def _refuse_another_run(self, goes_on: bool, overwrite: bool) -> None:
+        if goes_on or overwrite:
+            return
+        if found := self._found():
+            raise CommandLineError(
+                f"{self.path} holds a run of {found[-1][0]} steps: go on with --resume auto, "
+                "start anew with --overwrite, or choose another --out_dir"
+            )
+        aside = [*self.checkpoints.glob("*.damaged*"), *self.checkpoints.glob("*.superseded*")]
+        if aside:
+            raise CommandLineError(
+                f"{self.checkpoints} holds checkpoints that were set aside, {aside[0].name}: move "
+                "them away, start anew with --overwrite, or choose another --out_dir"
+            )
 
     def set_aside_later(self, iteration: int, resumed_from: str | None) -> float | None:
         """After a resume from an older checkpoint, the later ones belong to another history.
