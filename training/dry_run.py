@@ -23,7 +23,7 @@ from training.command_line import CommandLineError
 from training.config import DEFAULT_DATA_DIR, Config
 from training.config_checks import check, with_length
 from training.console import say
-from training.hardware import PEAK_BFLOAT16_FLOPS, devices_called, resolve_dtype
+from training.hardware import PEAK_16_BIT_FLOPS, devices_called, resolve_dtype
 from training.memory import Memory, estimate
 from training.metrics import batch_line, duration, epochs
 from training.parts import make_windows
@@ -108,7 +108,7 @@ def _device(config: Config) -> Device:
         if wanted == "cpu":
             raise CommandLineError("device cpu and device_name exclude each other: give one")
         called = devices_called(planned.device_name)
-        if planned.peak_tflops is None and len({PEAK_BFLOAT16_FLOPS[name] for name in called}) > 1:
+        if planned.peak_tflops is None and len({PEAK_16_BIT_FLOPS[name] for name in called}) > 1:
             raise CommandLineError(
                 f"device_name {planned.device_name} may be {' or '.join(called)}: "
                 "give one of them, or --peak_tflops"
@@ -205,12 +205,12 @@ def _time(config: Config, flops: float, world_size: int, device: Device) -> str:
     name = device.name or ("a GPU without a name" if device.type == "cuda" else "a CPU")
     peak = (planned.peak_tflops or 0.0) * 1e12
     if not peak and device.name is not None and dtype == "bfloat16":
-        peak = PEAK_BFLOAT16_FLOPS.get(device.name, 0.0)
+        peak = PEAK_16_BIT_FLOPS.get(device.name, 0.0)
     if not peak:
         return (
             f"in a time that is not known, as the peak of {name} in {dtype} is not: "
             "give --peak_tflops, or --device_name of a GPU whose data sheet is known "
-            f"({', '.join(PEAK_BFLOAT16_FLOPS)})"
+            f"({', '.join(PEAK_16_BIT_FLOPS)})"
         )
     seconds = flops / (peak * planned.assumed_mfu * world_size)
     return (

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 import torch
 
 # Dense bfloat16 peak without sparsity, float16's too, in FLOP/s, from the makers' data sheets:
-# NVIDIA A10, A30, A100, H100 (SXM, PCIe, NVL), H200, GH200, L4, L40, L40S and HGX B200, AMD Instinct
+# NVIDIA A10, A30, A100, H100 (SXM, PCIe, NVL), H200, GH200, L4, L40, L40S and HGX B200, and AMD's
 # MI300X; where a sheet gives the figure with sparsity alone (H100 NVL, L4, B200), half of it. A
 # device that is not listed has an MFU unknown; a guessed peak would make every figure wrong.
 PEAK_16_BIT_FLOPS = {
@@ -39,9 +39,9 @@ SECONDS_OF_MEASUREMENT = 0.05
 
 def devices_called(name: str) -> list[str]:
     """Listed devices of this name; else those whose names hold it, in any case."""
-    if name in PEAK_BFLOAT16_FLOPS:
+    if name in PEAK_16_BIT_FLOPS:
         return [name]
-    return [known for known in PEAK_BFLOAT16_FLOPS if name.lower() in known.lower()]
+    return [known for known in PEAK_16_BIT_FLOPS if name.lower() in known.lower()]
 
 
 def resolve_dtype(requested: str, device: torch.device) -> str:
