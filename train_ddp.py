@@ -40,6 +40,7 @@ from training.bad_steps import BadSteps, DivergedError
 from training.checkpoint_file import CheckpointError
 from training.checkpoint_writer import CheckpointWriter
 from training.command_line import run
+from training.compiling import compile_blocks
 from training.config import DEFAULT_DATA_DIR, Config, ScheduleConfig, load_config
 from training.config_checks import check
 from training.dry_run import dry_run
@@ -116,6 +117,7 @@ def main() -> None:
     with job.stop.listening(), job.batches:
         resume_or_start(job, schedule)
         introduce(job)
+        compile_blocks(job)
         train(job, schedule)
         shut_down(world)
 

@@ -163,6 +163,8 @@ class DeviceConfig:
     """Spread gradients and the optimizer's state over the processes, 1/world_size for each."""
     activation_checkpointing: bool = False
     """Keep each block's input alone and run the block again in backward: less memory, more time."""
+    compile: bool | Literal["auto"] = "auto"
+    """Compile each block of the model before the first step; auto: on GPUs alone."""
 
 
 @dataclass(frozen=True)

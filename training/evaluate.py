@@ -10,6 +10,7 @@ from data.tokens import ValidationWindows
 from dist.collectives import all_reduce_sum
 from dist.process_group import World
 from model.transformer import Transformer
+from training.compiling import uncompiled
 
 
 @torch.no_grad()
@@ -40,7 +41,7 @@ def evaluate(
     mine = np.arange(world.rank, windows.num_windows, world.world_size)
     for first in range(0, len(mine), batch_size):
         rows = torch.from_numpy(windows.rows(mine[first : first + batch_size])).to(world.device)
-        with autocast():
+        with uncompiled(model), autocast():
             loss = model(rows[:, :-1], rows[:, 1:])
         tokens = rows.shape[0] * (rows.shape[1] - 1)
         total[0] += loss.double() * tokens
