@@ -195,6 +195,8 @@ def our_variant(
     config = make_config(options, dtype, optimizer, compiled, world)
     job = make_job(config, RandomTokens(options), world)
     compile_blocks(job)
+    if compiled and job.model.blocks[0]._compiled_call_impl is None:
+        raise SystemExit("nothing is compiled here: leave out --compile")
 
     def step() -> float:
         job.iteration += 1
