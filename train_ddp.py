@@ -36,6 +36,7 @@ from optim.clip import clip_grad_norm
 from optim.schedule import learning_rate, set_learning_rate
 from prepare import prepare_default_corpus
 from training import checkpoint
+from training.allocator import keep_freed_memory
 from training.bad_steps import BadSteps, DivergedError
 from training.checkpoint_file import CheckpointError
 from training.checkpoint_writer import CheckpointWriter
@@ -79,6 +80,7 @@ def main() -> None:
     )
     check(config, world.world_size)
     share_cores()
+    keep_freed_memory()
 
     data = open_data(config, world)
     config = replace(config, model=config.model.resolve(data.vocab_size))
@@ -137,7 +139,8 @@ def train(job: Job, schedule: ScheduleConfig) -> None:
     metrics = Metrics(job.folder, job.iteration, job.is_rank_zero)
     leaves = None
     if job.iteration == 0:
-        validate(job, metrics)
+        if options.val_at_start:
+            validate(job, metrics)
         if job.is_last:  # a run of no steps at all still leaves what it is: the initial weights
             save_checkpoint(job, None, is_due=True)
     set_start_apart(job)

@@ -86,6 +86,8 @@ class OptimizerConfig:
     """Highest learning rate of Muon's matrices; warm-up and decay are those of lr_max."""
     muon_momentum: float = 0.95
     """Muon's share of the old momentum in the new."""
+    muon_ns_steps: int = 5
+    """Muon's Newton-Schulz iterations, 1 to 5: four are quicker, five nearer to orthogonal."""
     beta1: float = 0.9
     """AdamW's decay of the first moment."""
     beta2: float = 0.95
@@ -125,6 +127,8 @@ class RunConfig:
     """Steps between two progress lines; also the first and the last step are shown."""
     val_interval: int = 100
     """Steps between two validations; also after the last step. 0: never."""
+    val_at_start: bool = True
+    """Validate before the first step, too: what a model that knows nothing loses."""
     val_windows: int = 256
     """Validation windows, the same at every validation; all there are, if fewer."""
     checkpoint_interval: int = 100

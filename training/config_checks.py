@@ -57,6 +57,8 @@ def check(config: Config, world_size: int) -> None:
     for name in ("max_norm", "eps"):
         if not getattr(optimizer, name) > 0:
             problems.append(f"{name} is {getattr(optimizer, name)}, it must be above 0")
+    if not 1 <= optimizer.muon_ns_steps <= 5:
+        problems.append(f"muon_ns_steps is {optimizer.muon_ns_steps}, it must be 1 to 5")
     for name in ("beta1", "beta2", "muon_momentum"):
         if not 0.0 <= getattr(optimizer, name) < 1.0:
             problems.append(f"{name} is {getattr(optimizer, name)}, it must be in [0, 1)")

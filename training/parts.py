@@ -99,5 +99,9 @@ def optimizer_recipe(
     for group in groups:
         if "whole_matrices" in group:
             group["lr_scale"] = options.muon_lr / max(config.schedule.lr_max, 1e-30)
-    kwargs |= {"momentum": options.muon_momentum, "dtype": getattr(torch, config.device.dtype)}
+    kwargs |= {
+        "momentum": options.muon_momentum,
+        "ns_steps": options.muon_ns_steps,
+        "dtype": getattr(torch, config.device.dtype),
+    }
     return Muon, groups, kwargs
