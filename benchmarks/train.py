@@ -38,12 +38,16 @@ from dist.ddp import DDP
 from dist.process_group import World, init_process_group, set_random_seed
 from optim.adamw import decay_groups
 from train_ddp import lr_at, training_step
+from training.allocator import keep_freed_memory
+from training.bad_steps import BadSteps
 from training.compiling import compile_blocks
 from training.config import Config, load_config
 from training.config_checks import with_length
 from training.interrupt import StopRequest
 from training.job import Job
-from training.parts import make_model, make_optimizer, with_dtype
+from training.outcome import take_in
+from training.parts import make_batches, make_model, make_optimizer, make_scaler, with_dtype
+from training.step_reports import Reports
 
 ROOT = Path(__file__).resolve().parent.parent
 BATCHES = 8  # of random tokens, used again and again
@@ -75,6 +79,7 @@ def main() -> None:
     flags.add_argument("--json", help="file for the figures")
     options = flags.parse_args()
     torch.set_num_threads(options.threads)
+    keep_freed_memory()  # as a run does; the plain loop has the good of it, too
     figures: dict[str, float] = {}
     if "steps" in options.parts:
         figures |= measure_steps(options, init_process_group())
@@ -177,14 +182,18 @@ def make_job(config: Config, windows: Any, world: World) -> Job:
         data=nowhere,
         data_fingerprint="",
         windows=windows,
+        batches=make_batches(config, windows, world),
         val_windows=None,
         model=model,
         ddp=ddp,
         optimizer=make_optimizer(config, ddp),
+        scaler=make_scaler(config, world),
         folder=nowhere,
         writer=nowhere,
         dtype=getattr(torch, config.device.dtype),
         stop=StopRequest(None),
+        bad_steps=BadSteps(config.optimizer.spike_factor, world.device),
+        reports=Reports(world.device),
     )
 
 
@@ -200,7 +209,10 @@ def our_variant(
 
     def step() -> float:
         job.iteration += 1
-        return training_step(job)[0]
+        training_step(job)
+        report, _ = take_in(job, is_awaited=True)
+        assert report is not None
+        return report.loss
 
     return step
 

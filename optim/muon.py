@@ -34,7 +34,6 @@ BEST_POLYNOMIALS = (
     (3.3184196573706015, -2.488488024314874, 0.51004894012372),
     (2.300652019954817, -1.6689039845749493, 0.4188073119525673),
 )
-EPS = 5
 # Each is made for values a little larger than there should be. Beyond its interval a polynomial
 # rises steeply: without the margin the rounding of bfloat16 ended with values of 2.2.
 MARGIN = 1.01
