@@ -47,7 +47,7 @@ from training.config_checks import check
 from training.dry_run import dry_run
 from training.evaluate import evaluate
 from training.garbage import collect_when_due, collected_by_hand, set_start_apart
-from training.hardware import autocast
+from training.hardware import allow_tf32, autocast
 from training.interrupt import REASONS, StopRequest
 from training.job import Job
 from training.metrics import Metrics, introduce, show_progress, show_validation
@@ -81,6 +81,7 @@ def main() -> None:
     check(config, world.world_size)
     share_cores()
     keep_freed_memory()
+    allow_tf32(world.device)
 
     data = open_data(config, world)
     config = replace(config, model=config.model.resolve(data.vocab_size))
@@ -269,6 +270,7 @@ def lr_at(job: Job) -> float:
     assert schedule.cos_cycle_iters is not None
     assert schedule.decay_iters is not None
     assert schedule.lr_min is not None
+    assert schedule.lr_max is not None
     return learning_rate(
         job.iteration,
         schedule=schedule.schedule,

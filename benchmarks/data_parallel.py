@@ -19,6 +19,7 @@ from dist.sharded_optimizer import ShardedOptimizer
 from model.config import ModelConfig
 from model.transformer import Transformer
 from optim.adamw import AdamW
+from training.allocator import keep_freed_memory
 
 LEARNING_RATE = 1e-4
 NO_COMMUNICATION = "no communication"
@@ -58,6 +59,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 
 def make_model(options: argparse.Namespace, world: World) -> Transformer:
     """A model of the size asked for, the same on every rank and in every variant."""
+    keep_freed_memory()  # as a run does; every variant has the good of it
     torch.manual_seed(0)
     config = ModelConfig(
         vocab_size=options.vocab_size,

@@ -223,6 +223,7 @@ def plain_variant(options: argparse.Namespace, dtype: str, world: World) -> Step
     job = make_job(config, RandomTokens(options), world)
     model = PlainTransformer(config.model).to(world.device)
     model.load_state_dict(job.model.state_dict())
+    assert config.schedule.lr_max is not None
     optimizer = torch.optim.AdamW(
         decay_groups(list(model.named_parameters()), config.optimizer.weight_decay),
         lr=config.schedule.lr_max,

@@ -204,7 +204,7 @@ def _time(config: Config, flops: float, world_size: int, device: Device) -> str:
     planned, dtype = config.planned, config.device.dtype
     name = device.name or ("a GPU without a name" if device.type == "cuda" else "a CPU")
     peak = (planned.peak_tflops or 0.0) * 1e12
-    if not peak and device.name is not None and dtype == "bfloat16":
+    if not peak and device.name is not None and dtype in ("bfloat16", "float16"):
         peak = PEAK_16_BIT_FLOPS.get(device.name, 0.0)
     if not peak:
         return (

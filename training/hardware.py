@@ -61,6 +61,16 @@ def resolve_dtype(requested: str, device: torch.device) -> str:
     return "bfloat16" if native else "float32"
 
 
+def allow_tf32(device: torch.device) -> None:
+    """Let a GPU's float32 products read 10 bits of each factor: about eight times as fast.
+
+    Their sums stay float32. What needs more than that, norms, losses, updates, multiplies no
+    matrices. A CPU keeps its full products.
+    """
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")
+
+
 def autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManager[object]:
     """Context in which matrix products run in `dtype`; nothing for float32."""
     if dtype == torch.float32:

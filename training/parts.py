@@ -88,6 +88,7 @@ def optimizer_recipe(
     """The optimizer's class, its groups of the model's parameters, and its other arguments."""
     options = config.optimizer
     named, decay = list(model.named_parameters()), options.weight_decay
+    assert config.schedule.lr_max is not None
     kwargs: dict[str, Any] = {
         "lr": config.schedule.lr_max,
         "betas": (options.beta1, options.beta2),

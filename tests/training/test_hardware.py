@@ -3,7 +3,13 @@
 import pytest
 import torch
 
-from training.hardware import PEAK_16_BIT_FLOPS, autocast, measured_peak_flops, peak_flops
+from training.hardware import (
+    PEAK_16_BIT_FLOPS,
+    allow_tf32,
+    autocast,
+    measured_peak_flops,
+    peak_flops,
+)
 
 GPU, CPU = torch.device("cuda", 1), torch.device("cpu")
 
@@ -52,3 +58,12 @@ def test_a_cpus_peak_is_measured_once_and_draws_no_random_number():
     assert peak > 1e8
     assert measured_peak_flops(torch.float32) is peak
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_tf32_is_for_gpus_alone(monkeypatch):
+    asked_for: list[str] = []
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", asked_for.append)
+    allow_tf32(CPU)
+    assert not asked_for
+    allow_tf32(GPU)
+    assert asked_for == ["high"]
