@@ -29,7 +29,7 @@ class _Normalise(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, scale, weight = ctx.saved_tensors
         width = x.shape[-1]
-        wide, grad = x.float(), grad.float()
+        wide, grad, weight = x.float(), grad.float(), weight.float()
         along = (grad * wide).flatten(0, -2)
         grad_weight = torch.mv(along.T, scale.flatten())
         shared = torch.mv(along, weight).view(scale.shape).mul_(scale.pow(3)).div_(-width)

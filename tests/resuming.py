@@ -20,10 +20,10 @@ import pytest
 import torch
 
 import prepare
-from data.tokens import EpochWindows, RandomWindows
 from tests.harness import DistributedError, run_distributed
 from tests.tiny import TINY, flags, run_main, write_corpus
 from training import interrupt
+from training.batches import Batches
 from training.checkpoint_file import checkpoint_path, load_checkpoint
 
 Window = tuple[int, ...]
@@ -90,21 +90,19 @@ def run_leg(
             ask_to_leave(why)
         return training_step(job)
 
-    def noting(rows: Any) -> Any:
-        def noted(windows: Any, samples: np.ndarray) -> np.ndarray:
-            tokens = rows(windows, samples)
-            for sample, window in zip(samples.tolist(), tokens.tolist(), strict=True):
-                assert sample not in leg.read
-                leg.read[sample] = step, tuple(window)
-            return tokens
+    take = Batches.take
 
-        return noted
+    def noted(batches: Batches, first: int) -> torch.Tensor:
+        tokens = take(batches, first)
+        for sample, window in enumerate(tokens.tolist(), first):
+            assert sample not in leg.read
+            leg.read[sample] = step, tuple(window)
+        return tokens
 
     said = io.StringIO()
     with (
         mock.patch.object(train_ddp, "training_step", on_step),
-        mock.patch.object(EpochWindows, "rows", noting(EpochWindows.rows)),
-        mock.patch.object(RandomWindows, "rows", noting(RandomWindows.rows)),
+        mock.patch.object(Batches, "take", noted),
         contextlib.redirect_stdout(said),
     ):
         run_main(argv)

@@ -151,7 +151,8 @@ def test_ranks_that_still_run_end_with_their_block(tmp_path):
 SCRIPT = """
 import os, subprocess, sys, time
 import dist.process_group
-print("rank", os.environ.get("RANK"), "of", os.environ.get("WORLD_SIZE"), *sys.argv[1:])
+words = ["rank", os.environ.get("RANK"), "of", os.environ.get("WORLD_SIZE"), *sys.argv[1:]]
+sys.stdout.write(" ".join(map(str, words)) + "\\n")  # at once: print would let ranks mix
 print(os.environ.get("COLOUR"), file=sys.stderr)
 if "sleep" in sys.argv:
     subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)

@@ -15,6 +15,7 @@ TINY = {
     "batch_size": 8,
     "iterations": 20,
     "warmup_iters": 4,
+    "lr_max": 0.004,
     "log_interval": 1,
     "val_interval": 10,
     "val_windows": 16,

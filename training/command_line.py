@@ -232,11 +232,22 @@ def _explain(message: str, names: Sequence[str]) -> str:
     if match := re.search(r"Option '([^']*)' is not accepted", message):
         return _unknown_option(match[1], names)
     if match := re.search(r'Parser key "([^"]*)":\s*(.*)', message, re.DOTALL):
-        reason = match[2].replace("typing.", "").replace("<class '", "").replace("'>", "")
+        reason = _of_one_kind(match[2])
+        reason = reason.replace("typing.", "").replace("<class '", "").replace("'>", "")
         if re.search(r"'on'.*Got value: (True|False)", reason, re.DOTALL):
             reason += ': to YAML, on and off are booleans, so write "on" and "off"'
         return f"option {match[1]}: {reason}"
     return message
+
+
+def _of_one_kind(reason: str) -> str:
+    """What was expected where several kinds are, in the words for one: a float or null."""
+    given = re.search(r"Given value: (.*)", reason, re.DOTALL)
+    kinds = re.findall(r"- (Expected .*?)\s*(?=\n\s*- |\n\s*Given|$)", reason, re.DOTALL)
+    if given is None or not kinds:
+        return reason
+    words = [re.sub(r"^Expected (an? )?", "", kind).replace("NoneType", "null") for kind in kinds]
+    return f"Expected a {' or '.join(words)}. Got value: {given[1].strip()}"
 
 
 def _unknown_option(name: str, names: Sequence[str]) -> str:

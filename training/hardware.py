@@ -38,10 +38,15 @@ SECONDS_OF_MEASUREMENT = 0.05
 
 
 def devices_called(name: str) -> list[str]:
-    """Listed devices of this name; else those whose names hold it, in any case."""
+    """Listed devices of this name; else those whose names hold it, in any case.
+
+    As words, if any does so: H200 is not GH200.
+    """
     if name in PEAK_16_BIT_FLOPS:
         return [name]
-    return [known for known in PEAK_16_BIT_FLOPS if name.lower() in known.lower()]
+    holding = [known for known in PEAK_16_BIT_FLOPS if name.lower() in known.lower()]
+    as_words = [known for known in holding if f" {name.lower()} " in f" {known.lower()} "]
+    return as_words or holding
 
 
 def resolve_dtype(requested: str, device: torch.device) -> str:

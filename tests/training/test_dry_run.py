@@ -121,7 +121,7 @@ def test_every_problem_is_told_at_once_with_what_would_work(said, tmp_path):
         "batch_size 30 does not divide by 4 processes x 2 accumulation steps: use 24 or 32",
         "beta2 is 1.0",
         "assumed_mfu is 40.0",
-        "device_name H100 may be NVIDIA H100 80GB HBM3 or NVIDIA H100 PCIe",
+        "device_name H100 may be NVIDIA H100 80GB HBM3 or NVIDIA H100 NVL or NVIDIA H100 PCIe",
         "d_model 256 does not divide by num_heads 3: use num_heads 2 or 4",
         "none.pt does not exist",
     ]
