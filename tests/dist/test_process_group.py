@@ -152,6 +152,7 @@ def test_a_meeting_that_cannot_be_names_its_address(in_use):
 
 def rank_zero_dies_at_work(port):
     world = meet_at(port, 60.0)
+    torch_dist.barrier()  # a rank may have met all others while two of them are still about to
 
     def die():
         os.kill(os.getpid(), signal.SIGKILL)

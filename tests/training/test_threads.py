@@ -18,14 +18,20 @@ def launcher_started_with(monkeypatch):
     children = []
 
     def start(**variables: str) -> None:
-        child = subprocess.Popen(["sleep", "60"], env={"PATH": os.environ["PATH"], **variables})
+        child = subprocess.Popen(
+            ["sh", "-c", "echo up; read _"],
+            env={"PATH": os.environ["PATH"], **variables},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
         children.append(child)
+        assert child.stdout is not None
+        child.stdout.readline()  # the kernel shows its variables a moment after it was started
         monkeypatch.setattr(os, "getppid", lambda: child.pid)
 
     yield start
     for child in children:
-        child.kill()
-        child.wait()
+        child.communicate()
 
 
 @pytest.fixture
