@@ -35,7 +35,6 @@ from model.config import ModelConfigError
 from optim.clip import clip_grad_norm
 from optim.schedule import learning_rate, set_learning_rate
 from prepare import prepare_default_corpus
-from training import checkpoint
 from training.allocator import keep_freed_memory
 from training.bad_steps import BadSteps, DivergedError
 from training.checkpoint_file import CheckpointError
@@ -63,6 +62,7 @@ from training.parts import (
 from training.profiler import StepProfiler
 from training.run_folder import RunFolder
 from training.run_status import FINISHED, to_be_continued
+from training.saving import await_checkpoint, save_checkpoint
 from training.start import go_back, resume_or_start
 from training.step_clock import StepClock
 from training.step_reports import Reports
@@ -293,40 +293,6 @@ def validate(job: Job, metrics: Metrics) -> float | None:
     is_best = job.iteration > 0 and val_loss < job.best_val_loss
     show_validation(job, metrics, val_loss, is_best)
     return val_loss if is_best else None
-
-
-def save_checkpoint(job: Job, new_best: float | None, is_due: bool) -> None:
-    """Save a checkpoint of this step; without --async_checkpoint off it is written meanwhile.
-
-    Args:
-        job: the run.
-        new_best: the lowest validation loss so far, if it was measured just now.
-        is_due: write a numbered checkpoint too, not best.pt alone.
-    """
-    await_checkpoint(job)
-    job.best_saved_before = job.best_val_loss
-    if new_best is not None:
-        job.best_val_loss = new_best
-    collected = checkpoint.collect(
-        model=job.model,
-        optimizer=job.optimizer,
-        scaler=job.scaler,
-        progress=job.progress,
-        config=job.config.to_dict(),
-        tokenizer_json=job.data.tokenizer_json,
-        data_fingerprint=job.data_fingerprint,
-        in_shards=job.config.run.async_checkpoint,
-    )
-    job.writer.save(collected, new_best is not None, is_due)
-
-
-def await_checkpoint(job: Job) -> str | None:
-    """Wait for the save that is under way, if one is; returns why it failed, if it did."""
-    problem = job.writer.finish()
-    if problem is not None:
-        job.failed_saves += 1
-        job.best_val_loss = job.best_saved_before  # the next one as good is written again
-    return problem
 
 
 def open_data(config: Config, world: World) -> PreparedData:
