@@ -76,10 +76,20 @@ module_plans = st.fixed_dictionaries(
         "biases": st.lists(st.booleans(), min_size=6, max_size=6),
         "tied": st.booleans(),
         "frozen": st.sets(st.integers(0, 4), max_size=2),
+        "wide": st.sets(st.integers(0, 4), max_size=2),
         "bucket_cap_mb": st.sampled_from([1e-6, 60 / 2**20, EVERYTHING_MB]),
         "accumulation_steps": st.integers(1, 4),
     }
 )
+
+
+def widen(layers, wide):
+    """Make some layers float64, but none that shares its weight; they take any input."""
+    weights = [id(layer.weight) for layer in layers]
+    for index, layer in enumerate(layers):
+        if index in wide and weights.count(id(layer.weight)) == 1:
+            layer.double()
+        layer.register_forward_pre_hook(lambda layer, x: x[0].to(layer.weight.dtype))
 
 
 def build(plan):
@@ -96,6 +106,7 @@ def build(plan):
     for index in plan["frozen"]:
         if 0 < index < len(layers):
             layers[index].requires_grad_(False)
+    widen(layers, plan["wide"])
     return nn.Sequential(*(part for layer in layers for part in (layer, nn.Tanh())))
 
 

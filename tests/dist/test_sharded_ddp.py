@@ -35,7 +35,7 @@ from tests.dist.helpers import (
     language_model_loss,
     tokens,
 )
-from tests.dist.test_ddp import MixedDtypes, accumulate
+from tests.dist.test_ddp import MixedDtypes, accumulate, widen
 from tests.dist.test_ddp_unused import batch_of, orders_of_step, step_of_one_process
 from tests.dist.test_sharded_optimizer import OPTIMIZERS, same_on_all_ranks
 from tests.harness import run_distributed
@@ -271,6 +271,7 @@ plans = st.fixed_dictionaries(
         "biases": st.lists(st.booleans(), min_size=6, max_size=6),
         "tied": st.booleans(),
         "frozen": st.sets(st.integers(0, 4), max_size=2),
+        "wide": st.sets(st.integers(0, 4), max_size=2),
         "thawed_before": st.integers(1, 5),
         "bucket_cap_mb": st.sampled_from([1e-6, 60 / 2**20, EVERYTHING_MB]),
         "optimizer": st.sampled_from([*OPTIMIZERS]),
@@ -302,6 +303,7 @@ class Chain(nn.Module):
         shapes = [layer.weight.shape for layer in self.layers]
         if plan["tied"] and shapes[0] in shapes[1:]:
             self.layers[0].weight = self.layers[shapes.index(shapes[0], 1)].weight
+        widen(self.layers, plan["wide"])
         self.set_frozen(plan["frozen"])
 
     def set_frozen(self, frozen) -> None:
