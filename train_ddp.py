@@ -160,6 +160,7 @@ def train(job: Job, schedule: ScheduleConfig) -> None:
             go_back(job, schedule)
             metrics = Metrics(job.folder, job.iteration, job.is_rank_zero)
             save_checkpoint(job, None, is_due=True)  # that it went back must not be forgotten
+            clock = StepClock(job)
             continue
         clock.count_step()
         if is_shown and report is not None:

@@ -30,7 +30,7 @@ class _Normalise(torch.autograd.Function):
         x, scale, weight = ctx.saved_tensors
         width = x.shape[-1]
         wide, grad, weight = x.float(), grad.float(), weight.float()
-        along = (grad * wide).flatten(0, -2)
+        along = (grad * wide).reshape(-1, width)
         grad_weight = torch.mv(along.T, scale.flatten())
         shared = torch.mv(along, weight).view(scale.shape).mul_(scale.pow(3)).div_(-width)
         grad_x = (grad * weight).mul_(scale).addcmul_(wide, shared)

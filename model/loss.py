@@ -17,6 +17,8 @@ from torch.autograd.function import once_differentiable
 CHUNK_ELEMENTS = {"cpu": 2**21, "cuda": 2**26}
 # For each chunk the gradient of the whole weight is read and written: that must not be the work.
 FEWEST_TOKENS = 512
+# In float16 the gradient of the weight, summed over a chunk, must stay below 65504.
+MOST_FLOAT16_TOKENS = 8192
 
 
 class CrossEntropyLoss(nn.Module):
@@ -113,7 +115,7 @@ class _HeadLoss(torch.autograd.Function):
         total = torch.zeros((), device=features.device)
         with torch.autocast(device, enabled=False):
             narrow_weight = weight.to(dtype)
-            for rows in _chunks(len(flat), weight):
+            for rows in _chunks(len(flat), weight, dtype):
                 x = flat[rows].to(dtype)
                 chosen, counts = safe_targets[rows, None], counted[rows, None]
                 logits = (x @ narrow_weight.T).float()
@@ -155,7 +157,9 @@ def _product_dtype(features: Tensor) -> torch.dtype:
     return features.dtype
 
 
-def _chunks(tokens: int, weight: Tensor) -> list[slice]:
+def _chunks(tokens: int, weight: Tensor, dtype: torch.dtype) -> list[slice]:
     elements = CHUNK_ELEMENTS.get(weight.device.type, CHUNK_ELEMENTS["cuda"])
     step = max(FEWEST_TOKENS, elements // len(weight))
+    if dtype == torch.float16:  # a sum of so many gradients of up to 1 is within its range
+        step = min(step, MOST_FLOAT16_TOKENS)
     return [slice(first, first + step) for first in range(0, tokens, step)]

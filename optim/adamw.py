@@ -154,12 +154,11 @@ class AdamW(torch.optim.Optimizer):
         for i, param in zip(saved_ids, params, strict=True):
             if i not in state_dict["state"]:
                 continue
-            # Not shared: it is counted up in place.
-            self.state[param]["step"] = _counter(state_dict["state"][i]["step"], param).clone()
-            if param.dtype in HALF_PRECISION:
-                for name in ("exp_avg", "exp_avg_sq"):
-                    moment = state_dict["state"][i][name]
-                    self.state[param][name] = moment.to(param.device, torch.float32)
+            for name, value in state_dict["state"][i].items():
+                if name == "step":  # not shared: it is counted up in place
+                    self.state[param][name] = _counter(value, param).clone()
+                elif param.dtype in HALF_PRECISION:
+                    self.state[param][name] = value.to(param.device, torch.float32)
 
     def _parameters_by_kind(self, params: list[Tensor]) -> list[list[Tensor]]:
         """Parameters with a gradient, in lists of one device and type, as the kernel takes them."""

@@ -5,6 +5,7 @@ The whole run is compared with thirty lines of torch; rows, gradients and states
 inside the ranks, by functions that stand in for the job's own there.
 """
 
+import contextlib
 import hashlib
 import json
 import math
@@ -488,3 +489,44 @@ def test_mfu_is_the_share_of_all_devices_peak(tmp_path, data_dir, world_size):
             assert 0 < entry["comm_wait_share"] < 1
             assert 1 <= entry["slowest_rank_share"] <= world_size
     assert len(entries) == 3
+
+
+def what_a_run_has_set_up(argv: list[str]) -> dict[str, Any]:
+    """As a step finds it, on one rank."""
+    import gc
+
+    import train_ddp
+
+    found: dict[str, Any] = {}
+    training_step = train_ddp.training_step
+    calls = {
+        name: mock.patch.object(train_ddp, name)
+        for name in ("share_cores", "keep_freed_memory", "allow_tf32")
+    }
+
+    def on_step(job: Any) -> Any:
+        found["reads ahead"] = job.batches._thread.is_alive()
+        found["collects by itself"] = gc.isenabled()
+        found["frozen"] = gc.get_freeze_count() > 0
+        return training_step(job)
+
+    with contextlib.ExitStack() as stack:
+        mocks = {name: stack.enter_context(patch) for name, patch in calls.items()}
+        stack.enter_context(mock.patch.object(train_ddp, "training_step", on_step))
+        run_main(argv)
+        found |= {name: each.call_count for name, each in mocks.items()}
+    return found
+
+
+def test_a_run_sets_up_threads_memory_garbage_and_reading_ahead(tmp_path, data_dir):
+    argv = flags(**{**TINY, "data_dir": data_dir, "out_dir": tmp_path, "iterations": 2})
+    assert run_distributed(what_a_run_has_set_up, 1, argv, process_group=False) == [
+        {
+            "reads ahead": True,
+            "collects by itself": False,
+            "frozen": True,
+            "share_cores": 1,
+            "keep_freed_memory": 1,
+            "allow_tf32": 1,
+        }
+    ]

@@ -14,8 +14,9 @@ M_TRIM_THRESHOLD = -1
 M_TOP_PAD = -2
 M_MMAP_THRESHOLD = -3
 
-# Blocks up to this size come from the heap, which keeps them; larger ones go back when freed.
-LARGEST_KEPT = 2**30
+# Blocks up to this size come from the heap, which keeps them; larger ones go back when freed. The
+# first that is taken: before 2.35 glibc takes no more than half of what a thread's heap may be.
+LARGEST_KEPT = (2**30, 2**25)
 # So much may lie free at the end of the heap before any of it is given back: all of it.
 MOST_FREE = 2**31 - 1
 # By so much the heap grows at a time.
@@ -33,10 +34,7 @@ def keep_freed_memory() -> bool:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False
-    settings = {
-        M_MMAP_THRESHOLD: LARGEST_KEPT,
-        M_TRIM_THRESHOLD: MOST_FREE,
-        M_TOP_PAD: GROWTH,
-    }
-    # musl has a mallopt that takes nothing, and says so by 0.
-    return all(mallopt(name, value) == 1 for name, value in settings.items())
+    # A setting that is not taken gives 0; musl's mallopt takes none.
+    mallopt(M_TRIM_THRESHOLD, MOST_FREE)
+    mallopt(M_TOP_PAD, GROWTH)
+    return any(mallopt(M_MMAP_THRESHOLD, size) == 1 for size in LARGEST_KEPT)

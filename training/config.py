@@ -71,7 +71,7 @@ class ScheduleConfig:
     decay_iters: int | None = None
     """Length of the final decay of wsd; none: four tenths of all steps."""
     lr_max: float | None = None
-    """Highest learning rate; none: 4e-3 at d_model 256, less in proportion if it is wider."""
+    """Highest learning rate; none: 1.024 / d_model, thus 4e-3 at 256, and 8e-3 at most."""
     lr_min: float | None = None
     """Learning rate at the end of the decay; none: a tenth of lr_max."""
 
@@ -237,8 +237,6 @@ def load_config(description: str, argv: Sequence[str] | None = None) -> Config:
         CommandLineError: see `parse_options`.
     """
     options = parse_options(SECTIONS, description=description, argv=argv, presets=PRESETS)
-    if options["lr_max"] is None:
-        options["lr_max"] = learning_rate_for(options["d_model"])
     names = [section.name for section in fields(Config)]
     return Config(**{n: build(s, options) for n, s in zip(names, SECTIONS, strict=True)})
 

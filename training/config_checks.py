@@ -9,7 +9,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from training.command_line import CommandLineError, did_you_mean
-from training.config import Config, DataConfig, DryRunConfig, RunConfig
+from training.config import Config, DataConfig, DryRunConfig, RunConfig, learning_rate_for
 from training.resume import ALLOWABLE
 
 
@@ -48,8 +48,11 @@ def check(config: Config, world_size: int) -> None:
         problems.append(_indivisible_batch(data, world_size))
     if schedule.epochs is not None and not schedule.epochs > 0:
         problems.append(f"epochs is {schedule.epochs}, it must be above 0")
-    if (schedule.lr_min or 0.0) > (schedule.lr_max or 0.0):
-        problems.append(f"lr_min {schedule.lr_min} is above lr_max {schedule.lr_max}")
+    lr_max = schedule.lr_max
+    if lr_max is None:
+        lr_max = learning_rate_for(config.model.d_model)
+    if schedule.lr_min is not None and schedule.lr_min > lr_max:
+        problems.append(f"lr_min {schedule.lr_min} is above lr_max {lr_max}")
     if not run.out_dir:
         problems.append("out_dir is empty: name a folder")
     if run.seed >= 2**63:
@@ -101,7 +104,10 @@ def with_length(config: Config, num_windows: int, iteration: int = 0, samples: i
     warmup = total // 10 if schedule.warmup_iters is None else schedule.warmup_iters
     cycle = max(total, warmup) if schedule.cos_cycle_iters is None else schedule.cos_cycle_iters
     decay = 4 * total // 10 if schedule.decay_iters is None else schedule.decay_iters
-    lr_min = (schedule.lr_max or 0.0) / 10 if schedule.lr_min is None else schedule.lr_min
+    lr_max = schedule.lr_max
+    if lr_max is None:
+        lr_max = learning_rate_for(config.model.d_model)
+    lr_min = lr_max / 10 if schedule.lr_min is None else schedule.lr_min
     if schedule.schedule == "cosine" and cycle < warmup:
         raise CommandLineError(f"cos_cycle_iters {cycle} ends within warmup_iters {warmup}")
     if schedule.schedule == "wsd" and warmup + decay > total:
@@ -115,6 +121,7 @@ def with_length(config: Config, num_windows: int, iteration: int = 0, samples: i
         cos_cycle_iters=cycle,
         decay_iters=decay,
         lr_min=lr_min,
+        lr_max=lr_max,
     )
     return replace(config, schedule=filled)
 

@@ -1,5 +1,6 @@
 """Muon against a float64 reference, against torch's own, and shared out over ranks."""
 
+import copy
 import math
 from typing import Any
 
@@ -278,3 +279,29 @@ def test_shared_out_over_ranks_it_does_the_same(size):
             assert state.keys() == expected[1].keys()
             for name, entries in expected[1].items():
                 assert state[name].keys() == entries.keys()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_state_dict_takes_another_one_on_with_it(dtype):
+    torch.manual_seed(0)
+    first = [nn.Parameter(torch.randn(shape).to(dtype)) for shape in ((6, 4), (5,))]
+    second = [nn.Parameter(p.detach().clone()) for p in first]
+    one, other = (
+        Muon([{"params": [matrix], "whole_matrices": True}, {"params": [gain]}])
+        for matrix, gain in (first, second)
+    )
+    for step in range(4):
+        if step == 2:
+            for mine, theirs in zip(second, first, strict=True):
+                mine.data.copy_(theirs)
+            other.load_state_dict(copy.deepcopy(one.state_dict()))
+            assert other.state[second[0]]["momentum_buffer"].dtype == torch.float32
+        for parameters, optimizer in ((first, one), (second, other)):
+            generator = torch.Generator().manual_seed(step)
+            for parameter in parameters:
+                gradient = torch.randn(parameter.shape, generator=generator)
+                parameter.grad = gradient.to(dtype)
+            if optimizer is one or step >= 2:
+                optimizer.step()
+    for mine, theirs in zip(second, first, strict=True):
+        assert torch.equal(mine, theirs)

@@ -21,8 +21,8 @@ libc.free.argtypes = [ctypes.c_void_p]
 def page_faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for _ in range(20):
-        block = libc.malloc(2**26)
-        ctypes.memset(block, 1, 2**26)
+        block = libc.malloc(2**24)
+        ctypes.memset(block, 1, 2**24)
         libc.free(block)
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
@@ -45,11 +45,13 @@ def test_freed_memory_is_taken_again_without_page_faults():
     assert int(after) * 4 < int(before)
 
 
-@pytest.mark.parametrize("takes_it", [True, False])
-def test_what_the_library_says_is_believed(monkeypatch, takes_it):
+@pytest.mark.parametrize(("limit", "takes_it"), [(2**40, True), (2**25, True), (0, False)])
+def test_a_library_is_told_what_it_takes(monkeypatch, limit, takes_it):
+    """An old glibc takes no threshold of a gigabyte, and musl's takes nothing."""
+
     class Library:
         def mallopt(self, name: int, value: int) -> int:
-            return int(takes_it)
+            return int(value <= limit)
 
     monkeypatch.setattr(allocator.sys, "platform", "linux")
     monkeypatch.setattr(allocator.ctypes, "CDLL", lambda name: Library())

@@ -222,3 +222,19 @@ def test_weights_that_overwrite_would_delete_are_refused_to_begin_with(tmp_path)
     with pytest.raises(CommandLineError, match="overwrite would delete init_from"):
         check(inside, 1)
     check(load_config("A test.", [*argv, str(tmp_path / "best.pt")]), 1)
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (["--d_model=64"], 8e-3),
+        (["--d_model=256"], 4e-3),
+        (["--d_model=1024"], 1e-3),
+        (["--preset=gpt2-124m"], 4e-3 / 3),
+        (["--d_model=1024", "--lr_max=0.005"], 5e-3),
+    ],
+)
+def test_the_learning_rate_goes_with_the_width_unless_it_is_given(argv, expected):
+    config = with_length(load_config("", argv), num_windows=10)
+    assert config.schedule.lr_max == pytest.approx(expected)
+    assert config.schedule.lr_min == pytest.approx(expected / 10)
