@@ -30,7 +30,8 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from training.archive import ArchiveError, ArchiveWriter, Record, verify_archive
+from training.archive import ArchiveWriter, Record
+from training.archive_check import ArchiveError, verify_archive
 from training.write_behind import WriteBehind
 
 FORMAT_VERSION = 1

@@ -23,11 +23,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from training import archive
-from training.archive import ArchiveError, ArchiveWriter, Record, verify_archive
+from training import archive_check
+from training.archive import STORAGES, ArchiveWriter, Record
+from training.archive_check import ArchiveError, verify_archive
 
 PROJECT = Path(__file__).parents[2]
-DTYPES = tuple(archive.STORAGES)
+DTYPES = tuple(STORAGES)
 
 
 def write(path, content, values=()) -> None:
@@ -404,8 +405,8 @@ def no_thread(thread) -> None:
 
 @pytest.mark.parametrize("can_start_threads", [True, False])
 def test_threads_share_the_records_and_miss_none(tmp_path, monkeypatch, can_start_threads):
-    monkeypatch.setattr(archive, "VERIFY_THREAD_BYTES", 1)
-    monkeypatch.setattr(archive, "VERIFY_CHUNK_BYTES", 100)
+    monkeypatch.setattr(archive_check, "VERIFY_THREAD_BYTES", 1)
+    monkeypatch.setattr(archive_check, "VERIFY_CHUNK_BYTES", 100)
     preadv, lengths = os.preadv, set()
 
     def slow_in_other_threads(number, buffers, offset):
@@ -456,15 +457,15 @@ def test_a_background_thread_finishes_after_the_main_thread_has(tmp_path):
     script = (
         "import threading, time, torch\n"
         "from pathlib import Path\n"
-        "from training import archive\n"
-        "archive.VERIFY_THREAD_BYTES = 1\n"
+        "from training import archive, archive_check\n"
+        "archive_check.VERIFY_THREAD_BYTES = 1\n"
         "def save():\n"
         "    threading.main_thread().join()\n"
         "    time.sleep(0.2)\n"
         f"    path = Path({str(tmp_path / 'a.pt')!r})\n"
         "    with open(path, 'wb') as file:\n"
         "        archive.ArchiveWriter(file, [torch.ones(10), torch.zeros(10)]).close()\n"
-        "    archive.verify_archive(path)\n"
+        "    archive_check.verify_archive(path)\n"
         "    path.with_name('verified').touch()\n"
         "threading.Thread(target=save).start()\n"
     )
