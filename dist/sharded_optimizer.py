@@ -28,15 +28,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dist.bucket import make_buckets
-from dist.collectives import all_reduce_sum, open_collectives, world_size
+from dist.clip_shards import clip_shards
+from dist.collectives import world_size
 from dist.ddp import DDP
-from dist.parameter_gather import ParameterGather
-from dist.same_model import check_same_order
 from dist.shard import Shard
+from dist.shard_layout import ShardLayout
 from dist.sharded_state import NamedState, StateGather, load_state
-
-BUCKET_BYTES = 25 * 2**20
 
 # Of torch's; on pieces they would compute something else, without a word.
 NOT_ELEMENTWISE = tuple(
@@ -107,8 +104,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             )
         self._whole_matrices = bool(getattr(optimizer_cls, "whole_matrices", False))
         self._ddp = ddp if world_size() > 1 else None
-        self._shards: list[Shard] = []
-        self._gather: ParameterGather | None = None
+        self._layout = ShardLayout(self._ddp)
         super().__init__(params, dict(kwargs))
         self._shards_of_group = [self._lay_out(group) for group in self.param_groups]
         self._local = optimizer_cls(
@@ -138,23 +134,23 @@ class ShardedOptimizer(torch.optim.Optimizer):
             return loss
         for group, local in zip(self.param_groups, self._local.param_groups, strict=True):
             local.update({key: value for key, value in group.items() if key != "params"})
-        if self._gather is not None:
-            self._gather.wait_until_writable()
-        for shard in self._shards:
+        if self._layout.gather is not None:
+            self._layout.gather.wait_until_writable()
+        for shard in self._layout.shards:
             shard.check_that_weights_are_here()
             shard.take_over_changes()
         self._take_gradients()
         self._local.step()
-        for shard in self._shards:
+        for shard in self._layout.shards:
             shard.drop_gradients()
             shard.write_back()
             for weight in shard.bucket.parameters:
                 # Written through the buffer: let a backward that saved the old values notice.
                 torch.autograd.graph.increment_version(weight)
-        if self._gather is not None:
-            self._gather.start()
+        if self._layout.gather is not None:
+            self._layout.gather.start()
             if self._ddp is None:
-                self._gather.wait()
+                self._layout.gather.wait()
         return loss
 
     def finish_gather(self) -> None:
@@ -162,8 +158,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         To change weights by hand, wait for all ranks besides: they may still be reading these.
         """
-        if self._gather is not None:
-            self._gather.wait()
+        if self._layout.gather is not None:
+            self._layout.gather.wait()
 
     @torch.no_grad()
     def clip_grad_norm(
@@ -192,32 +188,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
             ValueError: max_norm is not above 0.
             RuntimeError: the sync of the gradients has not been finished.
         """
-        if not max_norm > 0:
-            raise ValueError(f"max_norm {max_norm} must be above 0 (infinity: no clipping)")
         if self._ddp is not None and self._ddp.is_syncing():
             raise RuntimeError(
                 "clip_grad_norm() before finish_gradient_sync(): the gradients are not averaged yet"
             )
         shards = self.gradient_shards()
-        device = self._shards[0].buffer.device if self._shards else torch.device("cpu")
-        total = torch.zeros((), dtype=torch.float32, device=device)
-        if shards:
-            norms = [norm.float() for norm in torch._foreach_norm(shards, 2)]
-            total = torch.stack(norms).square().sum()
-        if summed is None:
-            all_reduce_sum(total)
-        else:
-            together = all_reduce_sum(torch.cat([total.view(1), summed]))
-            total = together[0]
-            summed.copy_(together[1:])
-        norm = total.sqrt() / grad_scale
-        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0) / grad_scale
-        factor = torch.where(torch.isfinite(norm), factor, 1.0)
         # Without our DDP it is the weights' own gradients that `step` will read.
         gradients = shards if self.has_shards else self._own_gradients()
-        if gradients and (device.type != "cpu" or factor != 1.0):  # to ask a GPU is to wait for it
-            torch._foreach_mul_(gradients, factor)
-        return norm
+        device = self._layout.device
+        return clip_shards(shards, gradients, device, max_norm, grad_scale, summed)
 
     @property
     def has_shards(self) -> bool:
@@ -229,14 +208,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._take_gradients()
         return [
             segment.parameter.grad
-            for shard in self._shards
+            for shard in self._layout.shards
             for segment in shard.segments
             if segment.parameter.grad is not None
         ]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, the shards included."""
-        for shard in self._shards:
+        for shard in self._layout.shards:
             if shard.reducer is not None:
                 shard.reducer.clear()
         super().zero_grad(set_to_none)
@@ -257,7 +236,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def state_bytes(self) -> int:
         """Bytes of optimizer state that this rank keeps, masters of 16-bit weights included."""
-        masters = sum(shard.values.nbytes for shard in self._shards if shard.is_half)
+        masters = sum(shard.values.nbytes for shard in self._layout.shards if shard.is_half)
         return masters + sum(
             value.nbytes
             for state in self._local.state.values()
@@ -313,10 +292,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: a parameter has no name; on every rank.
         """
-        for shard in self._shards:
+        for shard in self._layout.shards:
             shard.take_over_changes()
         named = dict(named_parameters)
-        return StateGather(self._shards, self._local.state, named, with_weights)
+        return StateGather(self._layout.shards, self._local.state, named, with_weights)
 
     def load_state(
         self,
@@ -345,9 +324,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         }
         counts_on_device = [
             any(id(segment.parameter) in counted_on_device for segment in shard.segments)
-            for shard in self._shards
+            for shard in self._layout.shards
         ]
-        loaded = load_state(self._shards, dict(named_parameters), state, counts_on_device)
+        loaded = load_state(self._layout.shards, dict(named_parameters), state, counts_on_device)
         self._local.state.clear()
         self._local.state.update(loaded)
         self._renew_local_parameters()
@@ -358,55 +337,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return bool(is_fused) or hasattr(self._local, "found_inf")
 
     def _lay_out(self, group: Mapping[str, Any]) -> list[Shard]:
-        """Lay a group's weights into flat buckets and take this rank's share of each.
-
-        Frozen weights lie apart: they have no state, and would leave some rank less than its share.
-        """
-        weights: list[nn.Parameter] = group["params"]
-        whole_matrices = bool(group.get("whole_matrices", self._whole_matrices))
-        if whole_matrices and any(weight.dim() != 2 for weight in weights):
-            raise ValueError("whole matrices are shared out here, and a parameter is none")
-        places = [self._ddp.place_of(w) if self._ddp is not None else None for w in weights]
-        check_same_order(weights, places)
-        buckets = []
-        for frozen in (False, True):
-            some = [
-                weight
-                for weight in weights
-                # A table of integers never has a gradient, nor a state.
-                if weight.requires_grad != frozen
-                and (weight.is_floating_point() or weight.is_complex())
-            ]
-            if self._ddp is not None:
-                buckets += self._ddp.make_buckets(some, whole_matrices)
-            else:
-                buckets += make_buckets(some, BUCKET_BYTES, world_size(), None, whole_matrices)
-        reducers: list[Any] = [None] * len(buckets)
-        if self._ddp is not None:
-            reducers = list(self._ddp.scatter_gradients(buckets))
-        shards = []
-        for bucket, reducer in zip(buckets, reducers, strict=True):
-            if world_size() > 1 and self._gather is None:
-                self._gather = self._new_gather(bucket.device)
-            if self._gather is None:
-                buffer = torch.empty(bucket.padded_numel, dtype=bucket.dtype, device=bucket.device)
-            else:
-                buffer = self._gather.add(bucket)
-            shards.append(Shard(bucket, buffer, whole_matrices, reducer))
-        self._shards += shards
-        return shards
-
-    def _new_gather(self, device: torch.device) -> ParameterGather:
-        if self._ddp is None:
-            return ParameterGather(None, open_collectives(device))
-        assert self._ddp.collectives is not None
-        return ParameterGather(self._ddp.module, self._ddp.collectives)
+        """Lay a group's weights into flat buckets and take this rank's share of each."""
+        whole_matrices = group.get("whole_matrices", self._whole_matrices)
+        return self._layout.add(group["params"], bool(whole_matrices))
 
     def _take_gradients(self) -> None:
-        was_split = [shard.split(self._local.state) for shard in self._shards]
+        was_split = [shard.split(self._local.state) for shard in self._layout.shards]
         if any(was_split):
             self._renew_local_parameters()
-        for shard in self._shards:
+        for shard in self._layout.shards:
             shard.take_gradients()
 
     def _renew_local_parameters(self) -> None:

@@ -130,13 +130,14 @@ def order_of_waits():
             for p in unit.parameters(recurse=number > 0)
             if any(p is q for q in shard.bucket.parameters)
         }
-        for shard in optimizer._shards
+        for shard in optimizer._layout.shards
     }
     named = [
         [("wait", of_bucket[e[1]]) if isinstance(e, tuple) else e for e in events]
         for events in found
     ]
-    return named, len(optimizer._gather._works) if optimizer._gather else 0, len(of_bucket)
+    gather = optimizer._layout.gather
+    return named, len(gather._works) if gather else 0, len(of_bucket)
 
 
 def test_each_bucket_is_awaited_by_the_first_unit_that_reads_it_and_not_earlier():
@@ -174,7 +175,7 @@ def writes():
     ddp, optimizer, _ = late_pair(Branches(), optimizer_cls=WhatMayBeWritten)
     for step in range(3):
         train_step(ddp, optimizer, step, ALL)
-    weights = {shard.buffer.data_ptr() for shard in optimizer._shards}
+    weights = {shard.buffer.data_ptr() for shard in optimizer._layout.shards}
     local: Any = optimizer._local
     return [weights <= noted for noted in local.noted]
 
@@ -212,7 +213,7 @@ def read_in_all_ways():
     # What a forward calls is expected to be called by the next: the change to reading follows a
     # finish_gather.
     for step, call in enumerate([False, False, True, True, False, False, True]):
-        if not call and step and optimizer._gather:
+        if not call and step and optimizer._layout.gather:
             optimizer.finish_gather()
         losses = [
             train_step(model, each, step, call)

@@ -554,7 +554,7 @@ def memory_of_weights():
     storages = {p.untyped_storage().data_ptr(): p.untyped_storage() for p in model.parameters()}
     write_gradients(model, 0)
     optimizer.step()
-    segments = [segment for shard in optimizer._shards for segment in shard.segments]
+    segments = [segment for shard in optimizer._layout.shards for segment in shard.segments]
     assert not any(segment.parameter.grad is not None for segment in segments)
     return len(storages), sum(s.nbytes() for s in storages.values()) - 4 * elements
 

@@ -209,13 +209,14 @@ def messages_of_gathering():
 
     with mock.patch.object(torch_dist, "irecv", record):
         state = optimizer.gather_state(module.named_parameters())
-    shards = [shard.bucket.padded_numel // world_size() for shard in optimizer._shards]
+    shards = [shard.bucket.padded_numel // world_size() for shard in optimizer._layout.shards]
     total = sum(p.numel() for p in module.parameters())
     if rank() == 0:
         assert sum(entries["exp_avg"].numel() for entries in state.values()) == total
     else:
         assert state == {}
-    own = sum(piece.last - piece.first for shard in optimizer._shards for piece in shard.pieces)
+    pieces = (piece for shard in optimizer._layout.shards for piece in shard.pieces)
+    own = sum(piece.last - piece.first for piece in pieces)
     return received, shards, total, own
 
 

@@ -65,7 +65,7 @@ def train(sharded, trouble, where, folder):
 
     def in_forward(*_):
         if sharded and step:
-            assert optimizer._gather._works  # the later layers' weights are on their way
+            assert optimizer._layout.gather._works  # the later layers' weights are on their way
         now("in forward")
 
     ddp.module[1].register_forward_pre_hook(in_forward)

@@ -145,8 +145,8 @@ def train(steps, saved, bucket_cap_mb, paired, dtype=torch.float32):
         optimizer.zero_grad()
     weights = {name: value.clone() for name, value in ddp.state_dict().items()}
     state = broadcast_object(optimizer.gather_state(named))
-    counts = [sum(len(segment.pieces) for segment in s.segments) for s in optimizer._shards]
-    kinds = [kind_of(shard.bucket.parameters[0], module) for shard in optimizer._shards]
+    counts = [sum(len(segment.pieces) for segment in s.segments) for s in optimizer._layout.shards]
+    kinds = [kind_of(shard.bucket.parameters[0], module) for shard in optimizer._layout.shards]
     return weights, state, list(zip(kinds, counts, strict=True))
 
 
