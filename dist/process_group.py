@@ -95,6 +95,20 @@ class World:
         return answer["result"]
 
 
+def check_backend(backend: Backend, device_type: str) -> None:
+    """Refuse a backend that cannot move this device's tensors.
+
+    Args:
+        backend: as it was asked for.
+        device_type: cpu or cuda.
+
+    Raises:
+        ProcessGroupError: nccl without GPUs.
+    """
+    if backend == "nccl" and device_type != "cuda":
+        raise ProcessGroupError("backend nccl needs GPUs: use backend gloo, or leave it out")
+
+
 def init_process_group(
     backend: Backend = "auto", device: Device = "auto", timeout_seconds: float = 600.0
 ) -> World:
@@ -115,8 +129,7 @@ def init_process_group(
         raise ProcessGroupError(
             f"timeout_seconds is {timeout_seconds}, it must be a positive number of seconds"
         )
-    if backend == "nccl" and where.type != "cuda":
-        raise ProcessGroupError("backend nccl needs GPUs: use backend gloo, or leave it out")
+    check_backend(backend, where.type)
     if where.type == "cuda":
         torch.cuda.set_device(where)
     if world_size == 1:

@@ -19,7 +19,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
-from typing import Any, NoReturn, get_origin, get_type_hints
+from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from jsonargparse import (
     ArgumentError,
@@ -184,20 +184,27 @@ def _spell_out(arguments: Sequence[str], sections: Sequence[type]) -> list[str]:
         argument = waiting.pop(0)
         flag, equals, value = argument.partition("=")
         kind = kinds.get(flag.removeprefix("--")) if flag.startswith("--") else None
-        if kind is bool:
-            follows = not equals and waiting and waiting[0].lower() in BOOLEANS
+        if kind is bool or bool in get_args(kind):
+            words = {**BOOLEANS, **_further_words(kind)}
+            follows = not equals and waiting and waiting[0].lower() in words
             value = waiting.pop(0) if follows else value if equals else "true"
-            argument = f"{flag}={BOOLEANS.get(value.lower(), value)}"
+            argument = f"{flag}={words.get(value.lower(), value)}"
         elif get_origin(kind) is list:
-            words = [value] if equals else list(itertools.takewhile(_is_value, waiting))
+            listed = [value] if equals else list(itertools.takewhile(_is_value, waiting))
             # An ASCII locale hides other characters in surrogates, which YAML does not take.
-            readable = [os.fsencode(word).decode("utf-8", "surrogateescape") for word in words]
-            if words and not words[0].startswith("["):
+            readable = [os.fsencode(word).decode("utf-8", "surrogateescape") for word in listed]
+            if listed and not listed[0].startswith("["):
                 argument = f"{flag}{'+' * (flag in lists_seen)}={json.dumps(readable)}"
-                del waiting[: 0 if equals else len(words)]
+                del waiting[: 0 if equals else len(listed)]
                 lists_seen.add(flag)
         spelled_out.append(argument)
     return spelled_out
+
+
+def _further_words(kind: Any) -> dict[str, str]:
+    """What a switch may be beside on and off, such as auto."""
+    literals = [part for part in get_args(kind) if get_origin(part) is Literal]
+    return {word: word for literal in literals for word in get_args(literal)}
 
 
 def _is_value(word: str) -> bool:

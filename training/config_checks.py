@@ -74,6 +74,9 @@ def check(config: Config, world_size: int) -> None:
         problems.append("param_dtype bfloat16 goes with dtype bfloat16 or float32, not float16")
     if optimizer.spike_factor and not optimizer.spike_factor > 1:
         problems.append(f"spike_factor is {optimizer.spike_factor}, it must be above 1, or 0: off")
+    timeout = config.device.timeout_seconds
+    if not (timeout > 0 and math.isfinite(timeout)):
+        problems.append(f"timeout_seconds is {timeout}, it must be a positive number of seconds")
     if run.max_minutes is not None and not run.max_minutes > 0:
         problems.append(f"max_minutes is {run.max_minutes}, it must be above 0")
     problems += _start_problems(run)

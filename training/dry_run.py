@@ -16,6 +16,7 @@ import torch
 from data.errors import CorpusError
 from data.meta import FILE_NAME as META
 from data.tokens import PreparedData, open_tokens
+from dist.process_group import ProcessGroupError, check_backend
 from model.config import ModelConfig, ModelConfigError
 from model.transformer import Transformer
 from training.checkpoint_file import CheckpointError, verify
@@ -29,7 +30,13 @@ from training.metrics import batch_line, duration, epochs
 from training.parts import make_windows
 from training.run_folder import RunFolder
 
-MISTAKES = (CheckpointError, CommandLineError, CorpusError, ModelConfigError)
+MISTAKES = (
+    CheckpointError,
+    CommandLineError,
+    CorpusError,
+    ModelConfigError,
+    ProcessGroupError,
+)
 GB = 2**30
 # prepare.py's default, for data that has not been prepared.
 ASSUMED_VOCAB_SIZE = 4096
@@ -59,6 +66,7 @@ def dry_run(config: Config) -> None:
     world_size = _tried(problems, partial(_world_size, config)) or 1
     _tried(problems, partial(check, config, world_size))
     device = _tried(problems, partial(_device, config)) or Device("cpu", None)
+    _tried(problems, partial(check_backend, config.device.backend, device.type))
     data = _tried(problems, partial(_open_data, config.data.data_dir))
     shape = _tried(problems, partial(_resolved, config.model, data))
     _tried(problems, partial(_look_at_checkpoints, config))

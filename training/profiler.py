@@ -8,6 +8,7 @@ its own, since with several the question is often which one the others wait for.
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from training.console import say
 from training.job import Job
 
 # Counted from this start.
@@ -67,7 +68,8 @@ class StepProfiler:
             table = traced.key_averages().table(sort_by=by, row_limit=ROWS_OF_TABLE)
             trace.with_name(f"rank{self._job.world.rank}.txt").write_text(table + "\n")
         except OSError as error:
-            self._job.say(f"the profile is not written: {error}; the training goes on")
+            rank = self._job.world.rank  # each writes its own, and one alone may have failed
+            say(f"rank {rank}: the profile is not written: {error}; the training goes on")
             return
         self._job.say(
             f"profile of {LAST_STEP - FIRST_STEP + 1} steps: open {trace} in "

@@ -7,6 +7,7 @@ Only rank 0 looks at the disk or writes to it, but for profiles; what it decides
 """
 
 import itertools
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -174,11 +175,14 @@ class RunFolder:
             overwrite: of the options.
 
         Raises:
-            CommandLineError: the folder holds another run than the one that goes on.
+            CommandLineError: the folder holds another run than the one that goes on, or it could
+                not be created.
             CheckpointError: the given checkpoint cannot be read.
         """
-        if self.path.exists() and not self.path.is_dir():
-            raise CommandLineError(f"cannot use out_dir {self.path}: it is a file")
+        there = next(folder for folder in (self.path, *self.path.parents) if folder.exists())
+        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+            reason = "cannot be written to" if there.is_dir() else "is no folder"
+            raise CommandLineError(f"cannot use out_dir {self.path}: {there} {reason}")
         goes_on = resume == "auto" and bool(self._found())
         if resume not in (None, "auto"):
             verify(Path(resume))

@@ -27,6 +27,8 @@ class Section:
     """Named values."""
     is_loud: bool = False
     """Whether it is loud."""
+    is_round: bool | Literal["auto"] = "auto"
+    """Whether it is round."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,22 @@ def test_a_float_may_be_written_with_an_exponent_or_as_an_integer(tmp_path):
 )
 def test_a_switch_may_stand_alone_or_with_a_value(argv, expected):
     assert parse(*argv).is_loud is expected
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        ([], "auto"),
+        (["--is_round"], True),
+        (["--is_round", "--width", "3"], True),
+        (["--is_round", "on"], True),
+        (["--is_round=OFF"], False),
+        (["--is_round", "auto"], "auto"),
+        (["--is_round=Auto"], "auto"),
+    ],
+)
+def test_a_switch_may_know_a_further_word(argv, expected):
+    assert parse(*argv).is_round == expected
 
 
 def test_a_switch_that_is_on_by_default_can_be_turned_off():

@@ -115,7 +115,7 @@ def test_every_problem_is_told_at_once_with_what_would_work(said, tmp_path):
     found = problems(
         said, batch_size=30, gradient_accumulation_steps=2, world_size=4, beta2=1, num_heads=3,
         iterations=9, warmup_iters=5, cos_cycle_iters=2, out_dir=out_dir, device_name="H100",
-        init_from="none.pt", assumed_mfu=40,
+        init_from="none.pt", assumed_mfu=40, timeout_seconds=0,
     )  # fmt: skip
     expected = [
         "batch_size 30 does not divide by 4 processes x 2 accumulation steps: use 24 or 32",
@@ -124,10 +124,12 @@ def test_every_problem_is_told_at_once_with_what_would_work(said, tmp_path):
         "device_name H100 may be NVIDIA H100 80GB HBM3 or NVIDIA H100 NVL or NVIDIA H100 PCIe",
         "d_model 256 does not divide by num_heads 3: use num_heads 2 or 4",
         "none.pt does not exist",
+        "timeout_seconds is 0.0",
     ]
     for part in expected:
         assert any(part in problem for problem in found), (part, found)
-    assert "it is a file" in problems(said, out_dir=out_dir)[0]
+    assert "a_file is no folder" in problems(said, out_dir=out_dir / "a" / "b")[0]
+    assert "nccl needs GPUs" in problems(said, backend="nccl", device="cpu")[0]
     assert (
         "cos_cycle_iters 2 ends within"
         in problems(said, iterations=9, warmup_iters=5, cos_cycle_iters=2)[0]

@@ -56,10 +56,10 @@ def test_without_the_option_nothing_is_traced(tmp_path):
     assert not (tmp_path / "profile").exists()
 
 
-def test_a_trace_that_cannot_be_written_does_not_end_the_run(tmp_path):
+def test_a_trace_that_cannot_be_written_does_not_end_the_run_and_its_rank_says_so(tmp_path, capsys):
     (tmp_path / "profile").write_text("in the way")
-    (said,) = run_steps(tmp_path, LAST_STEP)
-    assert "the profile is not written" in said
+    assert run_steps(tmp_path, LAST_STEP) == []
+    assert "rank 3: the profile is not written" in capsys.readouterr().out
 
 
 def test_a_new_run_in_the_folder_deletes_the_old_ones_trace_and_nothing_else(tmp_path):
