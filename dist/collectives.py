@@ -118,7 +118,7 @@ class BufferPool:
 
 
 def mean_into(targets: Sequence[Tensor], parts: Sequence[Tensor], count: int) -> None:
-    """Sum `parts` in the order given, divide by `count`, write the result to every target.
+    """Divide `parts` by `count`, sum them in the order given, write the result to every target.
 
     On the CPU in pieces that stay in the cache, so that memory is read and written once. Every
     target may be one of the parts.
@@ -130,24 +130,33 @@ def mean_into(targets: Sequence[Tensor], parts: Sequence[Tensor], count: int) ->
     """
     first, target = parts[0], targets[0]
     wide = torch.float32 if first.dtype in HALF_PRECISION else first.dtype
-    length = first.numel()
-    if first.device.type == "cpu":
-        length = min(length, CHUNK * torch.get_num_threads())
     # Adding up in the target itself saves a pass; not if that is a part that is yet to be added.
     is_alike = (target.dtype, target.device) == (wide, first.device)
     is_free = is_alike and all(target.data_ptr() != part.data_ptr() for part in parts[2:])
+    is_one_pass = is_free and first.dtype == wide and len(parts) <= 2 and len(targets) == 1
+    length = max(first.numel(), 1)
+    if first.device.type == "cpu" and not is_one_pass:
+        length = min(length, CHUNK * torch.get_num_threads())
     scratch = None if is_free else torch.empty(length, dtype=wide, device=first.device)
-    for start in range(0, first.numel(), max(length, 1)):
+    share, one = 1 / count, torch.ones(1, dtype=wide, device=first.device)
+    for start in range(0, first.numel(), length):
         chunk = slice(start, min(start + length, first.numel()))
         pieces = [part[chunk].to(wide) for part in parts]
         total = target[chunk] if scratch is None else scratch[: len(pieces[0])]
         if len(pieces) == 1:
-            total.copy_(pieces[0])
+            torch.mul(pieces[0], share, out=total)
         else:
-            torch.add(pieces[0], pieces[1], out=total)
+            # share * a + share * b * 1: no other operation scales and adds in one pass.
+            torch.addr(
+                pieces[0].unsqueeze(1),
+                pieces[1],
+                one,
+                beta=share,
+                alpha=share,
+                out=total.unsqueeze(1),
+            )
         for other in pieces[2:]:
-            total.add_(other)
-        total.mul_(1 / count)
+            total.add_(other, alpha=share)
         for other in targets if scratch is not None else targets[1:]:
             other[chunk].copy_(total)
 

@@ -40,7 +40,7 @@ MB = 2**20
 
 # Bytes of scattered buckets that travel at a time. With more, backward waits for the oldest, and
 # its memory is filled next: so full gradients never need a whole model's memory.
-MOST_UNDER_WAY = 75 * MB
+MOST_UNDER_WAY = 100 * MB
 
 
 class DDP(nn.Module):
@@ -276,6 +276,12 @@ class DDP(nn.Module):
                 ddp._send_while(Reducer.is_complete)
 
         parameter.register_post_accumulate_grad_hook(gradient_is_complete)
+        parameter.grad_memory = GradMemory(self, parameter)  # type: ignore[attr-defined]
+
+    def memory_for(self, key: int) -> Tensor | None:
+        """Where the gradient of the parameter of this identity may be written; None: nowhere."""
+        reducer, index = self._places[key]
+        return reducer.memory_for(index)
 
     def _send_while(self, may_be_sent: Any) -> None:
         """Send buckets in their order, as long as the next one may be sent."""
@@ -341,3 +347,26 @@ class DDP(nn.Module):
                         )
 
         weakref.finalize(self, register_optimizer_step_pre_hook(check).remove)
+
+
+class GradMemory:
+    """What a parameter's `grad_memory` is: says where backward may write the gradient.
+
+    A layer that makes the gradient itself can then save the copy into the bucket.
+
+    Args:
+        ddp: the wrapper; is not kept alive.
+        parameter: whose gradient it is.
+    """
+
+    def __init__(self, ddp: DDP, parameter: nn.Parameter) -> None:
+        self._ddp = weakref.ref(ddp)
+        self._key = id(parameter)
+
+    def __call__(self) -> Tensor | None:
+        """A tensor like the parameter, or None: not now."""
+        ddp = self._ddp()
+        return None if ddp is None else ddp.memory_for(self._key)
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()  # a pickled module is one without the wrapper

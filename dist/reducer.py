@@ -55,6 +55,7 @@ class Reducer:
         self._views_of: dict[int, list[Tensor]] = {}  # by the buffer's address
         self._is_frozen = not any(parameter.requires_grad for parameter in bucket.parameters)
         self._ready = [False] * len(bucket.parameters)
+        self._is_lent = [False] * len(bucket.parameters)
         self._num_ready = 0
         self._expected = 0
         self._wire: Tensor | None = None
@@ -77,6 +78,21 @@ class Reducer:
         """Whether there is nothing to send: frozen from the start, and still."""
         return self._is_frozen and not any(p.requires_grad for p in self.bucket.parameters)
 
+    def memory_for(self, index: int) -> Tensor | None:
+        """A parameter's part of the buffer, for backward to write the gradient there itself.
+
+        None where that is not the place for it: it has been sent, a gradient is there to be added
+        to, or the place is lent already, for another use of the parameter in the same forward.
+        """
+        is_taken = self.sent or self._is_lent[index]
+        if is_taken or self.bucket.parameters[index].grad is not None:
+            return None
+        if self._buffer is None:
+            self._borrow_buffer()
+        self._is_lent[index] = True
+        # Autograd keeps a gradient as it is, and does not copy it, if nobody else knows the tensor.
+        return self._views[index].detach()
+
     def take(self, index: int) -> None:
         """Make a parameter's gradient a view of the buffer, whoever made it.
 
@@ -91,8 +107,10 @@ class Reducer:
         parameter, view = self.bucket.parameters[index], self._views[index]
         gradient = parameter.grad
         if gradient is not None and gradient is not view:
-            view.copy_(gradient.detach() if gradient.requires_grad else gradient)
+            if gradient.data_ptr() != view.data_ptr():
+                view.copy_(gradient.detach() if gradient.requires_grad else gradient)
             parameter.grad = view
+        self._is_lent[index] = False
 
     def mark_ready(self, index: int) -> bool:
         """Note that a gradient is complete; whether the bucket is.
@@ -178,6 +196,7 @@ class Reducer:
             self.used = used
             self._wire = None
         self._ready = [False] * len(self._ready)
+        self._is_lent = [False] * len(self._is_lent)
         self._num_ready = 0
         self.sent = False
 
@@ -185,6 +204,7 @@ class Reducer:
         """Forget the shard; parameters' gradients are cleared by whoever owns those."""
         self.shard = None
         self.used = [False] * len(self.bucket.parameters)
+        self._is_lent = [False] * len(self._is_lent)
 
     def retire(self) -> None:
         """Give the buffer back for good: gradients in it get memory of their own."""

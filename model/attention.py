@@ -9,6 +9,7 @@ from torch.autograd.function import once_differentiable
 
 from model.config import ModelConfig
 from model.layers import RMSNorm, rotate
+from model.linear import Linear
 
 # Longest sequence for `ShortAttention`. The work above the diagonal is thrown away, and weights
 # take batch x heads x seq^2 x 2 bytes a layer: a training step is 10 % faster than with torch's
@@ -129,8 +130,8 @@ class Attention(nn.Module):
         self.num_kv_heads = config.num_kv_heads or config.num_heads
         self.head_dim = config.head_dim
         rows = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
-        self.qkv = nn.Linear(config.d_model, rows, bias=False)
-        self.output = nn.Linear(self.num_heads * self.head_dim, config.d_model, bias=False)
+        self.qkv = Linear(config.d_model, rows, bias=False)
+        self.output = Linear(self.num_heads * self.head_dim, config.d_model, bias=False)
         self.query_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else None
         self.key_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else None
 

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from model.linear import grad_memory
+
 # Logits that stand in memory at once: on a CPU about what its caches hold, on a GPU enough work.
 CHUNK_ELEMENTS = {"cpu": 2**21, "cuda": 2**26}
 # For each chunk the gradient of the whole weight is read and written: that must not be the work.
@@ -133,7 +135,7 @@ class _HeadLoss(torch.autograd.Function):
                 if grad_weight is not None:
                     grad_weight += narrow.T @ x
         count = counted.sum()
-        ctx.shape, ctx.weight_dtype = features.shape, weight.dtype
+        ctx.shape, ctx.weight = features.shape, weight
         ctx.save_for_backward(grad_features, grad_weight, count)
         return total / count
 
@@ -146,7 +148,11 @@ class _HeadLoss(torch.autograd.Function):
         if grad_features is not None:
             grad_features = (grad_features * factor).view(ctx.shape)
         if grad_weight is not None:
-            grad_weight = (grad_weight * factor).to(ctx.weight_dtype)
+            memory = grad_memory(ctx.weight)
+            if memory is None:
+                grad_weight = (grad_weight * factor).to(ctx.weight.dtype)
+            else:
+                grad_weight = torch.mul(grad_weight, factor, out=memory)
         return grad_features, grad_weight, None, None
 
 

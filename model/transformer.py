@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from model.attention import Attention, KeyValueCache
 from model.config import ModelConfig
 from model.layers import RMSNorm, RotaryEmbedding, SwiGLU
+from model.linear import Embedding, Linear
 from model.loss import head_loss
 
 INITIAL_HEAD_STD = 0.02
@@ -44,7 +45,7 @@ class Block(nn.Module):
         return x + self.dropout(self.feed_forward(self.feed_forward_norm(x)))
 
 
-class OutputHead(nn.Linear):
+class OutputHead(Linear):
     """What gives every entry of the vocabulary a logit, or every target its loss."""
 
     def __init__(self, d_model: int, vocab_size: int) -> None:
@@ -74,7 +75,7 @@ class Transformer(nn.Module):
         assert config.vocab_size is not None, "resolve the config first"
         self.config = config
         self.activation_checkpointing = False
-        self.embedding = nn.Embedding(config.vocab_size, config.d_model)
+        self.embedding = Embedding(config.vocab_size, config.d_model)
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
         self.final_norm = RMSNorm(config.d_model, config.norm_eps)

@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from dist.bucket import Bucket, make_buckets
 from dist.collectives import HALF_PRECISION
 from dist.ddp import MB, MOST_UNDER_WAY
-from dist.sharded_optimizer import BUCKET_BYTES
+from dist.nccl_collectives import NCCLCollectives
+from dist.shard_layout import BUCKET_BYTES
+from dist.shared_memory_collectives import SharedMemoryCollectives
 from model.transformer import Transformer
 from training.config import Config
 from training.live_memory import fake_tensors, rehearse_step, rehearse_update
@@ -24,8 +26,11 @@ from training.parts import adapted, is_sharded, optimizer_recipe
 
 # As DDP's default.
 FIRST_BUCKET_MB = 1.0
-# Between processes of one host, and between GPUs.
-BUCKET_CAP_MB = 25.0
+# As the collectives choose it: between CPU processes of one host, and between GPUs.
+BUCKET_CAP_MB = {
+    "cpu": SharedMemoryCollectives.bucket_cap_mb,
+    "cuda": NCCLCollectives.bucket_cap_mb,
+}
 
 
 @dataclass(frozen=True)
@@ -154,7 +159,7 @@ class _Reckoning:
         in_order = sorted(parameters, key=lambda parameter: self._order[id(parameter)])
         if self._world_size == 1:
             return make_buckets(parameters, BUCKET_BYTES, 1, None, whole_matrices)
-        cap = self._config.device.bucket_cap_mb or BUCKET_CAP_MB
+        cap = self._config.device.bucket_cap_mb or BUCKET_CAP_MB[self._device_type]
         first = min(FIRST_BUCKET_MB, cap)
         return make_buckets(in_order, cap * MB, self._world_size, first * MB, whole_matrices)
 
