@@ -6,6 +6,7 @@ differs so much between processes of one host, hosts and GPUs (docs/distributed.
 there are three ways, `BucketCollectives` each, and `open_collectives` chooses.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -118,7 +119,7 @@ class BufferPool:
 
 
 def mean_into(targets: Sequence[Tensor], parts: Sequence[Tensor], count: int) -> None:
-    """Divide `parts` by `count`, sum them in the order given, write the result to every target.
+    """Sum `parts` in the order given, divide by `count`, write the result to every target.
 
     On the CPU in pieces that stay in the cache, so that memory is read and written once. Every
     target may be one of the parts.
@@ -133,9 +134,12 @@ def mean_into(targets: Sequence[Tensor], parts: Sequence[Tensor], count: int) ->
     # Adding up in the target itself saves a pass; not if that is a part that is yet to be added.
     is_alike = (target.dtype, target.device) == (wide, first.device)
     is_free = is_alike and all(target.data_ptr() != part.data_ptr() for part in parts[2:])
-    is_one_pass = is_free and first.dtype == wide and len(parts) <= 2 and len(targets) == 1
+    # To divide by a power of two is exact, before the sum as after it. By another number it would
+    # be rounded, and otherwise in the last elements than in those that a vector unit takes.
+    is_exact = math.frexp(count)[0] == 0.5
+    is_one_pass = is_free and first.dtype == wide and len(targets) == 1 and len(parts) == 2
     length = max(first.numel(), 1)
-    if first.device.type == "cpu" and not is_one_pass:
+    if first.device.type == "cpu" and not (is_one_pass and is_exact):
         length = min(length, CHUNK * torch.get_num_threads())
     scratch = None if is_free else torch.empty(length, dtype=wide, device=first.device)
     share, one = 1 / count, torch.ones(1, dtype=wide, device=first.device)
@@ -145,18 +149,17 @@ def mean_into(targets: Sequence[Tensor], parts: Sequence[Tensor], count: int) ->
         total = target[chunk] if scratch is None else scratch[: len(pieces[0])]
         if len(pieces) == 1:
             torch.mul(pieces[0], share, out=total)
-        else:
+        elif is_exact:
             # share * a + share * b * 1: no other operation scales and adds in one pass.
-            torch.addr(
-                pieces[0].unsqueeze(1),
-                pieces[1],
-                one,
-                beta=share,
-                alpha=share,
-                out=total.unsqueeze(1),
-            )
-        for other in pieces[2:]:
-            total.add_(other, alpha=share)
+            column, result = pieces[0].unsqueeze(1), total.unsqueeze(1)
+            torch.addr(column, pieces[1], one, beta=share, alpha=share, out=result)
+            for other in pieces[2:]:
+                total.add_(other, alpha=share)
+        else:
+            torch.add(pieces[0], pieces[1], out=total)
+            for other in pieces[2:]:
+                total.add_(other)
+            total.mul_(share)
         for other in targets if scratch is not None else targets[1:]:
             other[chunk].copy_(total)
 

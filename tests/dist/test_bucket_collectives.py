@@ -628,3 +628,19 @@ def test_mean_into_targets_that_are_also_parts(dtype, count, monkeypatch):
             assert_is_mean(result, before)
         assert torch.equal(parts[0], before[0])
         assert_is_mean(other.float() if dtype != torch.float64 else other, before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 6])
+def test_a_mean_does_not_depend_on_where_an_element_lies(dtype, count):
+    """Shards are cut anywhere, and a vector unit takes the last elements one by one."""
+    length = 67
+    parts = [values_of(owner, length, length, dtype) for owner in range(count)]
+    whole, piecewise = torch.empty(length), torch.empty(length)
+    if dtype not in (torch.bfloat16, torch.float16):
+        whole, piecewise = whole.to(dtype), piecewise.to(dtype)
+    mean_into([whole], parts, count)
+    for start in range(0, length, 3):
+        piece = slice(start, start + 3)
+        mean_into([piecewise[piece]], [part[piece] for part in parts], count)
+    assert torch.equal(whole, piecewise)
