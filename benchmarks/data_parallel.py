@@ -5,6 +5,7 @@ step, from the forward to the cleared gradients.
 """
 
 import argparse
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -116,9 +117,16 @@ def torch_ddp(options: argparse.Namespace, world: World) -> dict[str, Step]:
     variants = {}
     for name, settings in TORCH_DDP_SETTINGS.items():
         model = make_model(options, world)
-        wrapped = TorchDDP(model, **settings)
+        wrapped = wrapped_by_torch(model, settings)
         variants[name] = make_step(wrapped, torch_adamw(model), options, world)
     return variants
+
+
+def wrapped_by_torch(model: nn.Module, settings: dict[str, Any]) -> TorchDDP:
+    """The model in torch's DDP, without a word on a setting whose name torch is about to change."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        return TorchDDP(model, **settings)
 
 
 def our_ddp(options: argparse.Namespace, world: World) -> dict[str, Step]:

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a script
 
@@ -33,6 +32,7 @@ from benchmarks.data_parallel import (
     parser,
     torch_ddp,
     without_communication,
+    wrapped_by_torch,
 )
 from benchmarks.side_by_side import (
     fastest,
@@ -120,7 +120,7 @@ def torch_zero(options: argparse.Namespace, world: World) -> dict[str, Step]:
     variants = {}
     for name, settings in TORCH_DDP_SETTINGS.items():
         model = make_model(options, world)
-        wrapped = TorchDDP(model, **settings)
+        wrapped = wrapped_by_torch(model, settings)
         optimizer = ZeroRedundancyOptimizer(
             model.parameters(),
             optimizer_class=torch.optim.AdamW,

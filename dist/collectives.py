@@ -38,12 +38,14 @@ class BucketCollectives(Protocol):
     Attributes:
         bytes_sent: by this rank so far, small messages left out.
         bucket_cap_mb: megabytes that travel best together.
+        all_reduce_cap_mb: the same, where they are all-reduced.
         wait_time: for what was waited for, moving and adding up what came included.
     """
 
     bytes_sent: int
     wait_time: WaitTime
     bucket_cap_mb: float
+    all_reduce_cap_mb: float
 
     def new_buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A flat buffer (numel,) for the methods below; only such buffers may be given to them.

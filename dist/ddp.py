@@ -28,13 +28,14 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from dist.bucket import Bucket, make_buckets, unique
 from dist.collectives import (
     BucketCollectives,
-    Work,
     broadcast_tensors,
     open_collectives,
     world_size,
 )
+from dist.grad_memory import GradMemory
 from dist.reducer import Reducer
 from dist.same_model import check_same_model
+from dist.use_flags import UseFlags
 
 MB = 2**20
 
@@ -90,8 +91,7 @@ class DDP(nn.Module):
         self._syncing = True
         self._next_to_send = 0
         self._under_way: deque[Reducer] = deque()
-        self._flags: Tensor | None = None
-        self._flags_work: Work | None = None
+        self._flags: UseFlags | None = None
         sizes = f"buckets of {bucket_cap_mb} MB, the first of {first_bucket_mb} MB"
         check_same_model(module, f"{sizes}, {wire_dtype} on the wire")
         broadcast_tensors([*module.parameters(), *module.buffers()])
@@ -111,7 +111,8 @@ class DDP(nn.Module):
         # Frozen parameters lie apart: while they stay frozen, nothing is sent for them.
         trained = [p for p in parameters if p.requires_grad]
         frozen = [p for p in parameters if not p.requires_grad]
-        self._add_reducers([*self.make_buckets(trained), *self.make_buckets(frozen)])
+        cap_mb = bucket_cap_mb or self.collectives.all_reduce_cap_mb
+        self._add_reducers([*self._deal(trained, cap_mb), *self._deal(frozen, cap_mb)])
         for parameter in parameters:
             self._hook(parameter)
         self._forbid_steps_during_a_sync()
@@ -146,7 +147,8 @@ class DDP(nn.Module):
         for reducer in sent:
             reducer.wait()
         self._under_way.clear()
-        used = self._used_by_any()
+        assert self._flags is not None
+        used = self._flags.used_by_any()
         for reducer in sent:
             first = self._first_flag[reducer]
             reducer.finish(used[first : first + len(reducer.bucket.parameters)])
@@ -175,7 +177,7 @@ class DDP(nn.Module):
     def make_buckets(
         self, parameters: Sequence[nn.Parameter], whole_matrices: bool = False
     ) -> list[Bucket]:
-        """Deal some of the module's parameters into buckets of this DDP's sizes.
+        """Deal some of the module's parameters into buckets of the size to be scattered.
 
         Raises:
             ValueError: a parameter is none of this module's, or is no floating-point number.
@@ -185,13 +187,7 @@ class DDP(nn.Module):
                 raise ValueError(
                     f"a parameter of shape {tuple(parameter.shape)} is none of the wrapped module's"
                 )
-        return make_buckets(
-            sorted(parameters, key=lambda parameter: self._order[id(parameter)]),
-            self.bucket_cap_mb * MB,
-            world_size(),
-            self.first_bucket_mb * MB,
-            whole_matrices,
-        )
+        return self._deal(parameters, self.bucket_cap_mb, whole_matrices)
 
     def place_of(self, parameter: nn.Parameter) -> int | None:
         """Its place among the module's parameters; None: it is none of them."""
@@ -231,6 +227,17 @@ class DDP(nn.Module):
         self._add_reducers([Bucket(members, world_size()) for members in rest if members])
         return added
 
+    def _deal(
+        self, parameters: Sequence[nn.Parameter], cap_mb: float, whole_matrices: bool = False
+    ) -> list[Bucket]:
+        return make_buckets(
+            sorted(parameters, key=lambda parameter: self._order[id(parameter)]),
+            cap_mb * MB,
+            world_size(),
+            self.first_bucket_mb * MB,
+            whole_matrices,
+        )
+
     def _add_reducers(self, buckets: Sequence[Bucket]) -> None:
         """Take over these buckets, and fix the order of sending and the places of all flags."""
         assert self.collectives is not None
@@ -250,10 +257,8 @@ class DDP(nn.Module):
                 self._places[id(parameter)] = (reducer, index)
         device = self._reducers[0].bucket.device if self._reducers else torch.device("cpu")
         if self._flags is not None:
-            self.collectives.recycle(self._flags)
-        self._flags = self.collectives.new_buffer(max(count, 1), torch.uint8, device)
-        self._used = torch.zeros(max(count, 1), dtype=torch.uint8, device=device)
-        self._has_gradient = [False] * count
+            self._flags.recycle()
+        self._flags = UseFlags(count, self.collectives, device)
 
     def _hook(self, parameter: nn.Parameter) -> None:
         if not parameter.requires_grad:
@@ -276,7 +281,7 @@ class DDP(nn.Module):
                 ddp._send_while(Reducer.is_complete)
 
         parameter.register_post_accumulate_grad_hook(gradient_is_complete)
-        parameter.grad_memory = GradMemory(self, parameter)  # type: ignore[attr-defined]
+        parameter.grad_memory = GradMemory(self.memory_for, parameter)  # type: ignore[attr-defined]
 
     def memory_for(self, key: int) -> Tensor | None:
         """Where the gradient of the parameter of this identity may be written; None: nowhere."""
@@ -285,14 +290,14 @@ class DDP(nn.Module):
 
     def _send_while(self, may_be_sent: Any) -> None:
         """Send buckets in their order, as long as the next one may be sent."""
+        flags = self._flags
+        assert flags is not None
         while self._next_to_send < len(self._reducers):
             reducer = self._reducers[self._next_to_send]
             if not reducer.is_dormant():
                 if not may_be_sent(reducer):
                     return
-                first = self._first_flag[reducer]
-                has_gradient = reducer.send()
-                self._has_gradient[first : first + len(has_gradient)] = has_gradient
+                flags.note(self._first_flag[reducer], reducer.send())
                 if reducer.scatter:
                     self._under_way.append(reducer)
                     # Not for the one that was sent just now, however large: it is to overlap.
@@ -300,33 +305,10 @@ class DDP(nn.Module):
                         self._under_way.popleft().wait()
             self._next_to_send += 1
             if self._next_to_send == len(self._reducers):
-                self._send_flags()
+                flags.send()
 
     def _bytes_under_way(self) -> int:
         return sum(reducer.bucket.nbytes for reducer in self._under_way)
-
-    def _send_flags(self) -> None:
-        assert self.collectives is not None
-        assert self._flags is not None
-        self.collectives.wait_until_writable(self._flags)
-        if all(self._has_gradient):
-            self._flags.fill_(1)
-        else:
-            self._flags[: len(self._has_gradient)] = torch.tensor(
-                self._has_gradient, dtype=torch.uint8
-            )
-        self._flags_work = self.collectives.all_reduce_max(self._flags, self._used)
-
-    def _used_by_any(self) -> list[bool]:
-        """By parameter, in the order of the flags: whether some rank has a gradient."""
-        assert self._flags_work is not None
-        self._flags_work.wait()
-        self._flags_work = None
-        # What this rank has, no rank needs to tell it; to ask would make the CPU wait for a GPU.
-        is_used = self._has_gradient
-        used = is_used if all(is_used) else [bool(flag) for flag in self._used.tolist()]
-        self._has_gradient = [False] * len(used)
-        return used
 
     def is_syncing(self) -> bool:
         """Whether a backward has begun to send gradients, and nobody has waited for them yet."""
@@ -347,26 +329,3 @@ class DDP(nn.Module):
                         )
 
         weakref.finalize(self, register_optimizer_step_pre_hook(check).remove)
-
-
-class GradMemory:
-    """What a parameter's `grad_memory` is: says where backward may write the gradient.
-
-    A layer that makes the gradient itself can then save the copy into the bucket.
-
-    Args:
-        ddp: the wrapper; is not kept alive.
-        parameter: whose gradient it is.
-    """
-
-    def __init__(self, ddp: DDP, parameter: nn.Parameter) -> None:
-        self._ddp = weakref.ref(ddp)
-        self._key = id(parameter)
-
-    def __call__(self) -> Tensor | None:
-        """A tensor like the parameter, or None: not now."""
-        ddp = self._ddp()
-        return None if ddp is None else ddp.memory_for(self._key)
-
-    def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        return type(None), ()  # a pickled module is one without the wrapper

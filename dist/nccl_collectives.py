@@ -15,7 +15,7 @@ from dist.wait_time import WaitTime
 class NCCLCollectives:
     """See `dist.collectives.BucketCollectives`."""
 
-    bucket_cap_mb = 25.0
+    bucket_cap_mb = all_reduce_cap_mb = 25.0
 
     def __init__(self) -> None:
         self.bytes_sent = 0

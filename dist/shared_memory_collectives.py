@@ -69,7 +69,7 @@ class SharedMemoryCollectives:
 
     # Measured: smaller ones cost more in messages than they gain by staying in the cache. Of a
     # step's time beyond the computation 25 MB take a third more.
-    bucket_cap_mb = 50.0
+    bucket_cap_mb = all_reduce_cap_mb = 50.0
 
     def __init__(self, memory: SharedMemory) -> None:
         self.bytes_sent = 0

@@ -160,7 +160,7 @@ class DeviceConfig:
     timeout_seconds: float = 600.0
     """After which a collective gives up on a silent process."""
     bucket_cap_mb: float | None = None
-    """Megabytes of gradients sent together; null: 25 on GPUs, 50 within a host, 8 over gloo."""
+    """Megabytes of gradients sent together; null: 25 on GPUs, 50 in a host, 8 or 25 over gloo."""
     gradient_dtype: Literal["float32", "bfloat16"] = "float32"
     """The widest in which gradients travel between processes; added up in float32 either way."""
     shard_optimizer: bool = True
