@@ -26,7 +26,9 @@ def grad_memory(weight: Tensor) -> Tensor | None:
 
 def _may_be_placed(weight: Tensor) -> bool:
     """Whether somebody may want the gradient in a place of its own; a compiler chooses its own."""
-    return getattr(weight, "grad_memory", None) is not None and not torch.compiler.is_compiling()
+    if getattr(weight, "grad_memory", None) is None or torch.compiler.is_compiling():
+        return False
+    return torch.is_grad_enabled() and weight.requires_grad
 
 
 class Linear(nn.Linear):

@@ -66,11 +66,16 @@ def test_blocks_that_are_run_again_in_backward_leave_the_curve_as_it_is(tmp_path
     assert_one_curve(entries, plain, 1e-6)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_bfloat16_follows_float32_at_every_step(tmp_path, data_dir, request, optimizer):
+@pytest.mark.parametrize(
+    ("optimizer", "world_size", "micro_steps"), [("adamw", 1, 1), ("adamw", 2, 2), ("muon", 2, 1)]
+)
+def test_bfloat16_follows_float32_at_every_step(
+    tmp_path, data_dir, request, optimizer, world_size, micro_steps
+):
     reference = request.getfixturevalue("plain" if optimizer == "adamw" else "plain_muon")
-    options = MUON if optimizer == "muon" else {}
-    entries, _ = run(1, data_dir, tmp_path, dtype="bfloat16", **options)
+    options: dict[str, Any] = {**(MUON if optimizer == "muon" else {}), "dtype": "bfloat16"}
+    options["gradient_accumulation_steps"] = micro_steps
+    entries, _ = run(world_size, data_dir, tmp_path, **options)
     assert_one_curve(entries, reference, 0.02)
     assert curve(entries) != curve(reference)
 
