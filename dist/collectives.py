@@ -136,8 +136,8 @@ def mean_into(targets: Sequence[Tensor], parts: Sequence[Tensor], count: int) ->
     # Adding up in the target itself saves a pass; not if that is a part that is yet to be added.
     is_alike = (target.dtype, target.device) == (wide, first.device)
     is_free = is_alike and all(target.data_ptr() != part.data_ptr() for part in parts[2:])
-    # To divide by a power of two is exact, before the sum as after it. By another number it would
-    # be rounded, and otherwise in the last elements than in those that a vector unit takes.
+    # To divide by a power of two is exact but for subnormal numbers, before the sum as after it. By
+    # another it would be rounded, and otherwise in the last elements than in a vector unit's.
     is_exact = math.frexp(count)[0] == 0.5
     is_one_pass = is_free and first.dtype == wide and len(targets) == 1 and len(parts) == 2
     length = max(first.numel(), 1)

@@ -281,11 +281,14 @@ class DDP(nn.Module):
                 ddp._send_while(Reducer.is_complete)
 
         parameter.register_post_accumulate_grad_hook(gradient_is_complete)
-        parameter.grad_memory = GradMemory(self.memory_for, parameter)  # type: ignore[attr-defined]
+        parameter.grad_memory = GradMemory(self.memory_for)  # type: ignore[attr-defined]
 
-    def memory_for(self, key: int) -> Tensor | None:
-        """Where the gradient of the parameter of this identity may be written; None: nowhere."""
-        reducer, index = self._places[key]
+    def memory_for(self, parameter: Tensor) -> Tensor | None:
+        """Where a backward may write this parameter's gradient now; None: nowhere."""
+        reducer, index = self._places.get(id(parameter), (None, 0))
+        # A copy has the original's `grad_memory`, and may have the identity of one that is gone.
+        if reducer is None or reducer.bucket.parameters[index] is not parameter:
+            return None
         return reducer.memory_for(index)
 
     def _send_while(self, may_be_sent: Any) -> None:

@@ -82,7 +82,8 @@ class Reducer:
         """A parameter's part of the buffer, for backward to write the gradient there itself.
 
         None where that is not the place for it: it has been sent, a gradient is there to be added
-        to, or the place is lent already, for another use of the parameter in the same forward.
+        to, or the place is lent already: for another use of the parameter in the same forward, or
+        to a backward that broke off.
         """
         is_taken = self.sent or self._is_lent[index]
         if is_taken or self.bucket.parameters[index].grad is not None:

@@ -148,7 +148,7 @@ class _HeadLoss(torch.autograd.Function):
         if grad_features is not None:
             grad_features = (grad_features * factor).view(ctx.shape)
         if grad_weight is not None:
-            memory = grad_memory(ctx.weight)
+            memory = grad_memory(ctx.weight, ctx.next_functions[1][0])
             if memory is None:
                 grad_weight = (grad_weight * factor).to(ctx.weight.dtype)
             else:

@@ -11,6 +11,8 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from dist.collectives import rank, world_size
 from dist.ddp import DDP
+from dist.sharded_optimizer import ShardedOptimizer
+from dist.shared_memory_collectives import SharedMemoryCollectives
 from tests.dist.helpers import (
     WORLD_SIZES,
     Branches,
@@ -282,6 +284,23 @@ def state_dicts():
 @pytest.mark.parametrize("size", [1, 2])
 def test_the_state_dict_has_no_prefix(size):
     assert run_distributed(state_dicts, size) == [list(TinyLanguageModel().state_dict())] * size
+
+
+def numbers_of_buckets():
+    """Of six layers: to be all-reduced, and to be scattered."""
+    caps: Any = {"bucket_cap_mb": ONE_LAYER_MB, "all_reduce_cap_mb": 3 * ONE_LAYER_MB}
+    with mock.patch.multiple(SharedMemoryCollectives, **caps):
+        by_default, given = DDP(Branches()), DDP(Branches(), ONE_LAYER_MB)
+    found = []
+    for ddp in (by_default, given):
+        found.append(len(ddp._reducers))
+        ShardedOptimizer(ddp.parameters(), torch.optim.SGD, ddp=ddp, lr=0.1)
+        found.append(len(ddp._reducers))
+    return found
+
+
+def test_what_is_all_reduced_has_buckets_of_its_own_size_unless_one_is_given():
+    assert run_distributed(numbers_of_buckets, 2) == [[3, 6, 6, 6]] * 2  # one, three and two
 
 
 @pytest.mark.parametrize("bucket_cap_mb", [0.0, -1.0])

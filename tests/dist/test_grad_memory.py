@@ -1,11 +1,13 @@
 """A layer that makes its weight's gradient may write it straight into the bucket, and nothing else
 changes: not with several uses, accumulation, errors in between or shards."""
 
+import contextlib
 import copy
 import gc
 import io
 import weakref
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 
 from dist.collectives import rank, world_size
 from dist.ddp import DDP
+from dist.reducer import Reducer
 from dist.sharded_optimizer import ShardedOptimizer
 from tests.dist.helpers import WORLD_SIZES, ensure_group, fingerprint, gradients
 from tests.harness import run_distributed
@@ -30,7 +33,7 @@ class _Scale(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         (x,) = ctx.saved_tensors
-        place = ctx.weight.grad_memory()
+        place = ctx.weight.grad_memory(ctx.weight)
         found = (grad * x).sum(0)
         if place is not None:
             LENT.append(ctx.weight)
@@ -119,12 +122,54 @@ def places_of_one_backward():
     # Once for the weight of two uses, whose sum is a third tensor; never for number 2.
     assert [ddp.place_of(weight) for weight in LENT] == [0, 3, 1]
     for weight in ddp.parameters():
-        assert weight.grad_memory() is None  # sent, or with a gradient already
+        assert weight.grad_memory(weight) is None  # sent, or with a gradient already
     ddp.finish_gradient_sync()
 
 
 def test_a_place_is_lent_once_and_not_after_the_bucket_was_sent():
     run_distributed(places_of_one_backward, 2)
+
+
+def gradients_that_come():
+    """Where the gradients lie that autograd hands over, before DDP moves what it must."""
+    ddp: Any = DDP(Scales())
+    lie_there, take = [], Reducer.take
+
+    def watch(self: Any, index: int) -> None:
+        place = self.bucket.parameters[index].grad.data_ptr()
+        lie_there.append(place == self._views[index].data_ptr() if self._views else False)
+        take(self, index)
+
+    with mock.patch.object(Reducer, "take", watch):
+        for step in range(2):
+            ddp(batch(step), (0, 1, 2, 3), True).sum().backward()
+            ddp.finish_gradient_sync()
+            ddp.zero_grad()
+    return lie_there
+
+
+def test_what_a_layer_wrote_into_the_bucket_is_there_and_not_moved():
+    # In the order of backward, 3 2 1 0; the layer of number 2 writes nowhere itself.
+    assert run_distributed(gradients_that_come, 2) == [[True, False, True, True] * 2] * 2
+
+
+def second_backward(is_placed):
+    """A backward too many is refused, and leaves the sum of the first one as it is."""
+    ddp = DDP(Scales(), 1e-6)
+    optimizer = ShardedOptimizer(ddp.parameters(), torch.optim.SGD, ddp=ddp, lr=0.1)
+    for is_too_many in (False, True):
+        loss = ddp(batch(is_too_many), (0, 1, 2, 3), is_placed).sum()
+        with pytest.raises(RuntimeError) if is_too_many else contextlib.nullcontext():
+            loss.backward()
+    ddp.finish_gradient_sync()
+    optimizer.step()
+    return fingerprint(ddp.state_dict().values())
+
+
+def test_a_second_backward_does_not_write_into_what_was_sent():
+    placed, plain = (run_distributed(second_backward, 2, is_placed) for is_placed in (True, False))
+    assert placed == plain
+    assert len(set(placed)) == 1
 
 
 def break_off_and_go_on(is_sharded):
@@ -166,12 +211,20 @@ def copies_and_ends():
     file.seek(0)
     for twin in (torch.load(file, weights_only=False), copy.deepcopy(module)):
         # A copy is none of the wrapper's.
-        assert [getattr(p, "grad_memory", None) for p in twin.parameters()] == [None] * 4
+        assert not any(getattr(p, "grad_memory", None) for p in twin.parameters())
+    file = io.BytesIO()
+    torch.save(dict(module.named_parameters()), file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    assert not any(getattr(p, "grad_memory", None) for p in loaded.values())
+    shallow = copy.copy(module.weights[0])
+    assert shallow.grad_memory(shallow) is None
+    assert module.weights[0].grad_memory(module.weights[0]) is not None
     gone = weakref.ref(ddp)
     del ddp
     gc.collect()
     assert gone() is None
-    assert [p.grad_memory() for p in module.parameters()] == [None] * 4
+    assert [p.grad_memory(p) for p in module.parameters()] == [None] * 4
     again = DDP(module)
     again(batch(0), (0, 1), True).sum().backward()
     again.finish_gradient_sync()

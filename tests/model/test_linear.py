@@ -1,5 +1,6 @@
 """A gradient is written where `grad_memory` says, and is to the bit the one torch would make."""
 
+import contextlib
 import pickle
 from typing import Any
 
@@ -46,7 +47,7 @@ class Places:
         self.address = self.place.data_ptr()
         self.asked = 0
 
-    def __call__(self) -> Tensor | None:
+    def __call__(self, weight: Tensor) -> Tensor | None:
         self.asked += 1
         place, self.place = self.place, None
         return place
@@ -59,7 +60,7 @@ def backward_of(make: Any, is_plain: bool, dtype: torch.dtype, places: bool) -> 
     if places:
         layer.weight.grad_memory = lender = Places(layer.weight)
     for _ in range(2):  # the second finds a gradient there, to be added to
-        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+        with contextlib.nullcontext() if dtype == torch.float32 else torch.autocast("cpu", dtype):
             out = layer(x)
         out.float().square().sum().backward()
     return layer.weight.grad, lender
@@ -77,6 +78,63 @@ def test_the_gradient_is_torchs_wherever_it_is_written(make, dtype):
     assert lender.asked == 2
     # Autograd has taken it as it is, without a copy.
     assert found.data_ptr() == lender.address
+
+
+@pytest.mark.parametrize("make", [linear, embedding, head])
+def test_a_gradient_that_somebody_else_sees_lies_in_no_place(make):
+    layer, x = make(False)
+    layer.weight.grad_memory = lender = Places(layer.weight)
+
+    def loss() -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return layer(x).float().square().sum()
+
+    torch.autograd.grad(loss(), layer.weight)
+    seen: list[Tensor] = []
+    hook = layer.weight.register_hook(seen.append)
+    loss().backward()
+    hook.remove()
+    layer.weight.grad = None
+    hook = torch.autograd.graph.register_multi_grad_hook([layer.weight], seen.append)
+    loss().backward()
+    hook.remove()
+    layer.weight.grad = None
+    other = torch.zeros((), requires_grad=True)
+    (loss() + other).backward(inputs=[other])
+    assert len(seen) == 2
+    assert lender.asked == 0
+    loss().backward()
+    assert lender.asked == 1
+
+
+def test_what_autocast_leaves_alone_is_left_alone():
+    pairs: Any = ((Linear(4, 4).double(), torch.randn(3, 4).double()), embedding(False))
+    for layer, x in pairs:
+        layer.weight.grad_memory = Places(layer.weight)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert layer(x).dtype == layer.weight.dtype
+    assert Linear(4, 3, device="meta")(torch.randn(2, 4, device="meta")).shape == (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("ids", "options", "dtype"),
+    [
+        (torch.tensor(3), {}, torch.float32),
+        (IDS[:, :0], {}, torch.float32),
+        (IDS, {"padding_idx": 3}, torch.float32),
+        (IDS, {"scale_grad_by_freq": True}, torch.float32),
+        (IDS.repeat(50, 1), {}, torch.bfloat16),
+    ],
+)
+def test_an_embedding_of_any_kind_has_torchs_gradient(ids, options, dtype):
+    def gradient(kind: type[nn.Embedding]) -> Tensor:
+        torch.manual_seed(0)
+        layer: Any = kind(6, 4, dtype=dtype, **options)
+        layer.weight.grad_memory = Places(layer.weight)
+        layer(ids).float().square().sum().backward()
+        return layer.weight.grad
+
+    assert torch.equal(gradient(Embedding), gradient(nn.Embedding))
 
 
 def test_a_map_that_is_used_twice_gets_the_sum():
@@ -138,7 +196,7 @@ def test_a_backward_that_is_differentiated_itself_is_torchs(make):
 
 def test_without_a_place_there_is_none_and_the_layers_are_torchs():
     weight = nn.Parameter(torch.ones(2, 2))
-    assert grad_memory(weight) is None
+    assert grad_memory(weight, None) is None
     assert pickle.loads(pickle.dumps(Linear(2, 3).state_dict())).keys() == {"weight", "bias"}
     with torch.autocast("cpu", torch.bfloat16):
         layer = Linear(2, 3)
