@@ -152,9 +152,11 @@ class Reducer:
             )
             self._wire.copy_(self._buffer)
         on_its_way = self._buffer if self._wire is None else self._wire
+        # Until the average is there, nobody has a gradient: a backward too many would add to what
+        # is being sent, and an optimizer would step with it.
+        for parameter in parameters:
+            parameter.grad = None
         if self.scatter:
-            for parameter in parameters:
-                parameter.grad = None
             if self._wire is not None:
                 self._collectives.recycle(self._buffer)
                 self._buffer = None

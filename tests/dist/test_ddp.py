@@ -395,13 +395,19 @@ def memory_of_gradients():
     ddp = DDP(TinyLanguageModel())
     (reducer,) = ddp._reducers
     for step in range(2):
-        language_model_loss(ddp, tokens(step, rows=2)).backward()
+        with ddp.no_sync():
+            language_model_loss(ddp, tokens(step, rows=2)).backward()
         buffer: Any = reducer._buffer
         start, end = buffer.data_ptr(), buffer.data_ptr() + buffer.nbytes
-        for gradient in [p.grad for p in ddp.parameters()]:
-            assert gradient is not None
-            assert start <= gradient.data_ptr() <= gradient.data_ptr() + gradient.nbytes <= end
-        ddp.finish_gradient_sync()
+        for is_averaged in (False, True):
+            for gradient in [p.grad for p in ddp.parameters()]:
+                assert gradient is not None
+                assert start <= gradient.data_ptr() <= gradient.data_ptr() + gradient.nbytes <= end
+            if not is_averaged:
+                language_model_loss(ddp, tokens(step, rows=2)).backward()
+                # On its way it is nobody's gradient.
+                assert all(p.grad is None for p in ddp.parameters())
+                ddp.finish_gradient_sync()
 
 
 def test_gradients_are_views_of_what_is_sent():

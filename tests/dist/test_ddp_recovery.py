@@ -158,6 +158,26 @@ def test_a_second_backward_before_the_finish_is_an_error_that_says_so(accumulati
         assert "run all micro-batches but the last under no_sync()" in message
 
 
+def finish_after_a_second_backward():
+    """What the refused backward computed is in no gradient; without the fault, the same."""
+    averages = []
+    for is_refused in (False, True):
+        ddp = DDP(Branches(), ONE_LAYER_MB)
+        ddp(batch_of(0), ALL).sum().backward()
+        with pytest.raises(RuntimeError) if is_refused else contextlib.nullcontext():
+            if is_refused:
+                ddp(batch_of(rank()), ALL).sum().backward()
+        ddp.finish_gradient_sync()
+        averages.append(fingerprint(gradients(ddp)))
+    return averages
+
+
+def test_a_refused_backward_leaves_the_sync_as_it_was():
+    (first, second), *others = run_distributed(finish_after_a_second_backward, 2)
+    assert first == second
+    assert others == [(first, second)] or others == [[first, second]]
+
+
 def two_losses():
     ddp, alone = DDP(Branches(), ONE_LAYER_MB), Branches()
     for model in (ddp, alone):

@@ -114,15 +114,18 @@ def test_training_is_the_same_to_the_bit(size, bucket_cap_mb, is_sharded):
 def places_of_one_backward():
     ddp: Any = DDP(Scales())
     (reducer,) = ddp._reducers
-    ddp(batch(0), (0, 1, 2, 3, 0), True).sum().backward()
+    with ddp.no_sync():
+        ddp(batch(0), (0, 1, 2, 3, 0), True).sum().backward()
     buffer: Any = reducer._buffer
     views = [view.data_ptr() for view in reducer._views]
     assert all(buffer.data_ptr() <= p.grad.data_ptr() for p in ddp.parameters())
     assert sorted(p.grad.data_ptr() for p in ddp.parameters()) == sorted(views)
     # Once for the weight of two uses, whose sum is a third tensor; never for number 2.
     assert [ddp.place_of(weight) for weight in LENT] == [0, 3, 1]
-    for weight in ddp.parameters():
-        assert weight.grad_memory(weight) is None  # sent, or with a gradient already
+    assert all(weight.grad_memory(weight) is None for weight in ddp.parameters())
+    ddp(batch(1), (0, 1, 2, 3), True).sum().backward()
+    assert all(weight.grad is None for weight in ddp.parameters())  # they are on their way
+    assert all(weight.grad_memory(weight) is None for weight in ddp.parameters())
     ddp.finish_gradient_sync()
 
 
