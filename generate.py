@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 
 import torch
 from jsonargparse import ArgumentParser
@@ -26,7 +27,7 @@ from model.config import ModelConfig, ModelConfigError
 from model.sampling import SamplingOptions, generate, window_start
 from model.transformer import Transformer
 from training.checkpoint import load_weights
-from training.checkpoint_file import CheckpointError, load_checkpoint
+from training.checkpoint_file import CheckpointError, load_checkpoint, verify
 from training.command_line import BOOLEANS, CommandLineError, build, parse_options, run
 
 SEPARATOR = "-" * 80 + "\n"
@@ -80,6 +81,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _load_model(path: str, device: torch.device) -> tuple[Transformer, Tokenizer]:
+    verify(Path(path))
     checkpoint = load_checkpoint(path)
     tokenizer = Tokenizer.from_json(checkpoint["tokenizer"])
     config = checkpoint["config"]

@@ -439,6 +439,15 @@ def test_what_is_no_checkpoint_is_refused_in_one_line(tmp_path, trained, kind):
     assert not marker.exists()
 
 
+def test_a_weight_that_is_not_what_was_saved_is_no_model_to_write_with(tmp_path, trained):
+    path, data = tmp_path / "model.pt", bytearray(trained.path.read_bytes())
+    weight = trained.model.output_head.weight.detach().numpy().tobytes()
+    data[data.index(weight) + 4 * len(weight) // 8 + 3] ^= 0x80  # one sign
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"model\.pt is damaged: .* not what was written"):
+        main([str(path), "the cat"])
+
+
 def test_a_checkpoint_that_lacks_a_weight_is_refused(tmp_path, trained):
     checkpoint = torch.load(trained.path, weights_only=True)
     del checkpoint["model"]["blocks.1.feed_forward.down.weight"]

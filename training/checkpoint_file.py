@@ -150,7 +150,9 @@ def verify(path: Path) -> None:
     checkpoint = load_checkpoint(path)
     try:
         verify_archive(path)
-    except (ArchiveError, OSError) as error:
+    except ArchiveError as error:  # it names the file
+        raise CheckpointError(str(error)) from error
+    except OSError as error:
         raise CheckpointError(f"{path} is damaged: {error}") from error
     weights = checkpoint["model"]
     for name, entries in checkpoint["optimizer"].items():
