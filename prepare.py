@@ -30,6 +30,9 @@ from data.tokenizer import Tokenizer, character_tokenizer, train_bpe
 from training.command_line import build, parse_options, run
 from training.console import say
 
+# Entries of a vocabulary; no model uses a tenth of them, and many more would not fit into memory.
+MOST_ENTRIES = 2**24
+
 
 @dataclass(frozen=True)
 class PrepareConfig:
@@ -101,6 +104,12 @@ def _check(config: PrepareConfig) -> None:
         problems.append(
             f"val_fraction {config.val_fraction} is no share for validation: use 0 to below 0.5"
         )
+    if not config.out_dir:
+        problems.append("out_dir is empty: name a folder")
+    if not all(config.input):
+        problems.append("input has an empty name: name files and folders")
+    if config.vocab_size > MOST_ENTRIES:
+        problems.append(f"vocab_size {config.vocab_size} is above {MOST_ENTRIES:,}")
     if config.tokenizer_sample_mb < 1:
         problems.append(f"tokenizer_sample_mb {config.tokenizer_sample_mb}: use 1 or more")
     if problems:

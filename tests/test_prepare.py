@@ -142,6 +142,9 @@ def test_a_vocabulary_beyond_16_bits_is_written_in_32(texts, tmp_path, out):
     [
         ({"vocab_size": 100_000}, "vocab_size 100000 is larger than the data supports"),
         ({"vocab_size": 100}, "vocab_size 100 is too small"),
+        ({"vocab_size": 10**11}, "vocab_size 100000000000 is above 16,777,216"),
+        ({"input": [""]}, "input has an empty name"),
+        ({"out_dir": ""}, "out_dir is empty: name a folder"),
         ({"tokenizer": "bpee"}, "tokenizer bpee: neither bpe nor char nor an existing"),
         ({"val_fraction": 0.5}, r"val_fraction 0\.5 is no share"),
         (

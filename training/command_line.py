@@ -28,6 +28,8 @@ from jsonargparse import (
     set_parsing_settings,
 )
 
+from training.option_files import CommandLineError, without_empty_files
+
 # How long a rank keeps still when it met a mistake that rank 0 will report: leaving first would
 # make the launcher end rank 0 before its line is out.
 SECONDS_FOR_RANK_ZERO_TO_SPEAK = 10.0
@@ -53,10 +55,6 @@ NAMES_ELSEWHERE = {
 # How a switch may be spelt after its flag, as in YAML. Not YAML's yes and no: after a flag that
 # stands alone, they could be a word that the script takes without one.
 BOOLEANS = {"true": "true", "false": "false", "on": "true", "off": "false"}
-
-
-class CommandLineError(ValueError):
-    """An option that cannot be taken as given; the message says what to type instead."""
 
 
 class _Help(DefaultHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -98,7 +96,8 @@ def parse_options(
     parser.add_argument("--config", action="config", help="YAML file of options; flags win over it")
     for section in sections:
         parser.add_class_arguments(section)
-    arguments = _spell_out(sys.argv[1:] if argv is None else argv, sections)
+    given = sys.argv[1:] if argv is None else argv
+    arguments = _spell_out(without_empty_files(given, sections), sections)
     names = [field.name for section in sections for field in fields(section)]
     try:
         with _help_from_rank_zero_alone():
@@ -232,9 +231,9 @@ def _preset(presets: Mapping[str, Mapping[str, Any]], name: str) -> Mapping[str,
 def _explain(message: str, names: Sequence[str]) -> str:
     """Turn the parser's message into one line in this project's words."""
     if match := re.search(r"unrecognized arguments: (.*)", message, re.DOTALL):
-        first = match[1].split()[0]
+        first = match[1].strip().split(" ")[0]
         if not first.startswith("-"):
-            return f"unexpected argument {first}"
+            return f"unexpected argument {first or '(empty)'}"
         return _unknown_option(first.lstrip("-").split("=")[0], names)
     if match := re.search(r"Option '([^']*)' is not accepted", message):
         return _unknown_option(match[1], names)

@@ -5,6 +5,7 @@ shape is `model.config.ModelConfig`; the rest stands here, each setting with its
 What cannot work together is config_checks.py's.
 """
 
+import contextlib
 import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -266,9 +267,11 @@ def write_config(config: Config, path: Path) -> None:
         CommandLineError: it cannot be written.
     """
     options = {name: v for name, v in config.to_dict().items() if name not in OF_ONE_START}
+    temporary = path.with_name(f".{path.name}.tmp")
     try:
-        temporary = path.with_name(f".{path.name}.tmp")
         temporary.write_text(yaml.safe_dump(options, sort_keys=False), encoding="utf-8")
         temporary.replace(path)
     except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
         raise CommandLineError(f"cannot write {path}: {error.strerror}") from error

@@ -46,8 +46,15 @@ def check(config: Config, world_size: int) -> None:
     counts = (world_size, data.batch_size, data.gradient_accumulation_steps)
     if min(counts) > 0 and data.batch_size % (world_size * data.gradient_accumulation_steps):
         problems.append(_indivisible_batch(data, world_size))
-    if schedule.epochs is not None and not schedule.epochs > 0:
-        problems.append(f"epochs is {schedule.epochs}, it must be above 0")
+    if schedule.epochs is not None and not 0 < schedule.epochs < math.inf:
+        problems.append(f"epochs is {schedule.epochs}, it must be a number above 0")
+    problems += _infinite(
+        lr_max=schedule.lr_max,
+        lr_min=schedule.lr_min,
+        muon_lr=optimizer.muon_lr,
+        weight_decay=optimizer.weight_decay,
+        eps=optimizer.eps,
+    )
     lr_max = schedule.lr_max
     if lr_max is None:
         lr_max = learning_rate_for(config.model.d_model)
@@ -134,6 +141,14 @@ def _below(least: int, **values: float) -> list[str]:
         f"{name} is {value}, it must be at least {least}"
         for name, value in values.items()
         if not value >= least
+    ]
+
+
+def _infinite(**values: float | None) -> list[str]:
+    return [
+        f"{name} is {value}, it must be finite"
+        for name, value in values.items()
+        if value is not None and math.isinf(value)
     ]
 
 

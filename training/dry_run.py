@@ -4,6 +4,7 @@ No process is started, no GPU needed, nothing read but the data and the run's fo
 written. What cannot be known here is said to be assumed.
 """
 
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -71,9 +72,10 @@ def dry_run(config: Config) -> None:
     shape = _tried(problems, partial(_resolved, config.model, data))
     _tried(problems, partial(_look_at_checkpoints, config))
     passes = None
+    if _has_a_length(config):
+        config, passes = _tried(problems, partial(_with_length, config, data)) or (config, None)
     if shape is not None:
         config = replace(config, model=shape)
-        config, passes = _tried(problems, partial(_with_length, config, data)) or (config, None)
     if problems:
         raise CommandLineError("; ".join(problems))
     dtype: Any = _dtype(config, device)
@@ -137,7 +139,7 @@ def _dtype(config: Config, device: Device) -> str:
 
 def _open_data(folder: str) -> PreparedData | None:
     """The data; None where none has been prepared yet."""
-    if not os.path.isdir(folder) or (
+    if not os.path.exists(folder) or (
         folder == DEFAULT_DATA_DIR and not os.path.exists(os.path.join(folder, META))
     ):
         return None
@@ -156,6 +158,12 @@ def _look_at_checkpoints(config: Config) -> None:
         verify(Path(run.init_from))
     if run.out_dir:
         RunFolder(run.out_dir, run.keep_checkpoints).look(run.resume, run.overwrite)
+
+
+def _has_a_length(config: Config) -> bool:
+    """Whether the options that the length follows from are sound by themselves."""
+    epochs, sizes = config.schedule.epochs, (config.model.max_seq_len, config.data.batch_size)
+    return min(sizes) > 0 and (epochs is None or 0 < epochs < math.inf)
 
 
 def _with_length(config: Config, data: PreparedData | None) -> tuple[Config, float | None]:

@@ -179,7 +179,10 @@ class RunFolder:
                 not be created.
             CheckpointError: the given checkpoint cannot be read.
         """
-        there = next(folder for folder in (self.path, *self.path.parents) if folder.exists())
+        try:
+            there = next(folder for folder in (self.path, *self.path.parents) if folder.exists())
+        except OSError as error:  # too long a name
+            raise CommandLineError(f"cannot use out_dir {self.path}: {error.strerror}") from error
         if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
             reason = "cannot be written to" if there.is_dir() else "is no folder"
             raise CommandLineError(f"cannot use out_dir {self.path}: {there} {reason}")

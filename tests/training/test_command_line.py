@@ -168,6 +168,31 @@ def test_a_name_that_other_trainers_use_leads_to_ours():
     assert did_you_mean("lr", ["width"]) == ""
 
 
+@pytest.mark.parametrize(
+    ("content", "parts"),
+    [
+        (b"width: 3\nkind:\n", ["option kind has no value in", "file.yaml"]),
+        (b"\xff\xfe", ["file.yaml is not UTF-8 text"]),
+        (b"width: [3\n", ["file.yaml is not YAML", "line 1"]),
+        (b"- width\n", ["file.yaml holds no options"]),
+    ],
+)
+def test_a_file_that_holds_no_options_is_named_with_the_reason(tmp_path, content, parts):
+    file = tmp_path / "file.yaml"
+    file.write_bytes(content)
+    for argv in (["--config", str(file)], [f"--config={file}"]):
+        message = message_of(*argv)
+        assert all(part in message for part in parts), message
+
+
+@pytest.mark.parametrize("content", ["", "# width: 3\n", "limit:\n", "limit: null\npreset: ~\n"])
+def test_a_file_without_a_value_changes_nothing(tmp_path, content):
+    file = tmp_path / "file.yaml"
+    file.write_text(content)
+    assert parse("--config", str(file), "--width", "5").width == 5
+    assert parse("--width", "5", f"--config={file}") == parse("--width", "5")
+
+
 def test_no_name_is_guessed_for_something_far_off():
     assert did_you_mean("zzzz", ["width", "rate"]) == ""
 

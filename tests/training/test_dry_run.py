@@ -129,6 +129,12 @@ def test_every_problem_is_told_at_once_with_what_would_work(said, tmp_path):
     for part in expected:
         assert any(part in problem for problem in found), (part, found)
     assert "a_file is no folder" in problems(said, out_dir=out_dir / "a" / "b")[0]
+    both = problems(said, num_heads=3, iterations=9, warmup_iters=5, cos_cycle_iters=2)
+    assert len(both) == 2
+    assert "cannot use out_dir xxx" in problems(said, out_dir="x" * 300)[0]
+    assert "a_file" in problems(said, data_dir=out_dir)[0]
+    assert "epochs is inf" in problems(said, epochs="1e400")[0]
+    assert "muon_lr is inf" in problems(said, muon_lr="1e400")[0]
     assert "nccl needs GPUs" in problems(said, backend="nccl", device="cpu")[0]
     assert (
         "cos_cycle_iters 2 ends within"
