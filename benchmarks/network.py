@@ -86,12 +86,21 @@ def on_two_hosts(options: argparse.Namespace, mbit: int) -> dict[str, float]:
         command += ["--nproc_per_node=1", f"--rdzv_endpoint=n1:{PORT}", "--rdzv_backend=c10d"]
         command += [__file__, *arguments, f"--mbit={mbit}", f"--json={file}"]
         hosts = [
-            subprocess.Popen([given["netlab"], "exec", str(host), *command], env=environment)
-            for host in (1, 2)
+            subprocess.Popen([given["netlab"], "exec", str(host), *own, *command], env=environment)
+            for host, own in ((1, on_cores(0)), (2, on_cores(1)))
         ]
         if any(host.wait() for host in hosts):
             raise SystemExit("a host failed")
         return read_figures(file)
+
+
+def on_cores(number: int) -> list[str]:
+    """The command before a command that keeps it on one of two halves of the cores.
+
+    Two hosts have no core in common.
+    """
+    cores = sorted(os.sched_getaffinity(0))[number::2]
+    return ["taskset", "-c", ",".join(map(str, cores))] if cores else []
 
 
 def measure(options: argparse.Namespace) -> None:

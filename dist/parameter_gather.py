@@ -13,7 +13,7 @@ the hook is left out of their graphs. Reading a state dict awaits everything, an
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -34,8 +34,8 @@ class ParameterGather:
     def __init__(self, module: nn.Module | None, collectives: BucketCollectives) -> None:
         self._collectives = collectives
         self._buffers: list[Tensor] = []
-        self._bucket_of: dict[int, int] = {}  # parameter's identity -> place in the lists
-        self._works: dict[int, Work] = {}
+        self._bucket_of: dict[int, int] = {}  # parameter's identity -> its buffer's address
+        self._works: dict[int, Work] = {}  # by the buffer's address
         self._units: list[nn.Module] = []
         self._called: set[nn.Module] = set()
         self._module = module
@@ -55,16 +55,16 @@ class ParameterGather:
 
     def add(self, bucket: Bucket) -> Tensor:
         """Take on a bucket of weights; returns the buffer (padded_numel,) that will hold them."""
-        for parameter in bucket.parameters:
-            self._bucket_of[id(parameter)] = len(self._buffers)
         buffer = self._collectives.new_buffer(bucket.padded_numel, bucket.dtype, bucket.device)
+        for parameter in bucket.parameters:
+            self._bucket_of[id(parameter)] = buffer.data_ptr()
         self._buffers.append(buffer)
         return buffer
 
-    def start(self) -> None:
-        """Begin to gather every bucket, those first that forward reads first."""
-        for place in reversed(range(len(self._buffers))):
-            self._works[place] = self._collectives.all_gather(self._buffers[place])
+    def start(self, buffers: Iterable[Tensor]) -> None:
+        """Begin to gather buckets, in this order."""
+        for buffer in buffers:
+            self._works[buffer.data_ptr()] = self._collectives.all_gather(buffer)
 
     def wait(self) -> None:
         """Wait for all buckets: then every rank has all weights."""
@@ -79,13 +79,13 @@ class ParameterGather:
     def _before_module(self, *_: Any) -> None:
         if self._works:
             inside = [unit for unit in self._units if unit in self._called]
-            self._wait_for(self._places(self._parameters_outside(inside)))
+            self._wait_for(self._addresses(self._parameters_outside(inside)))
         self._called.clear()
 
     def _before_unit(self, unit: nn.Module, *_: Any) -> None:
         self._called.add(unit)
         if self._works:
-            self._wait_for(self._places(unit.parameters()))
+            self._wait_for(self._addresses(unit.parameters()))
 
     def _before_state(self, *_: Any) -> None:
         self.wait()
@@ -95,13 +95,13 @@ class ParameterGather:
         inside = {id(parameter) for unit in units for parameter in unit.parameters()}
         return (p for p in self._module.parameters() if id(p) not in inside)
 
-    def _places(self, parameters: Iterator[nn.Parameter]) -> list[int]:
-        places = {self._bucket_of.get(id(parameter), -1) for parameter in parameters}
-        return [place for place in self._works if place in places]
+    def _addresses(self, parameters: Iterator[nn.Parameter]) -> list[int]:
+        addresses = {self._bucket_of.get(id(parameter)) for parameter in parameters}
+        return [address for address in self._works if address in addresses]
 
-    def _wait_for(self, places: Sequence[int]) -> None:
-        for place in places:  # in the order of starting
-            self._works.pop(place).wait()
+    def _wait_for(self, addresses: Sequence[int]) -> None:
+        for address in addresses:  # in the order of starting
+            self._works.pop(address).wait()
 
 
 def _weakly(method: Callable[..., None]) -> Callable[..., None]:

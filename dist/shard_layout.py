@@ -24,12 +24,14 @@ class ShardLayout:
 
     Attributes:
         shards: one for each bucket, in the order they were added.
+        in_reading_order: the same, those first whose weights a forward reads first.
         gather: the exchange; None in a world of one, or while there is nothing to exchange.
     """
 
     def __init__(self, ddp: DDP | None) -> None:
         self._ddp = ddp
         self.shards: list[Shard] = []
+        self.in_reading_order: list[Shard] = []
         self.gather: ParameterGather | None = None
 
     @property
@@ -84,7 +86,14 @@ class ShardLayout:
                 buffer = self.gather.add(bucket)
             added.append(Shard(bucket, buffer, whole_matrices, reducer))
         self.shards += added
+        self.in_reading_order = sorted(self.shards, key=self._place)
         return added
+
+    def _place(self, shard: Shard) -> int:
+        """Of its first weight in the module, which reads them about as it registers them."""
+        if self._ddp is None:
+            return 0
+        return min(self._ddp.place_of(weight) or 0 for weight in shard.bucket.parameters)
 
     def _new_gather(self, device: torch.device) -> ParameterGather:
         if self._ddp is None:

@@ -31,17 +31,10 @@ from torch import Tensor, nn
 from dist.clip_shards import clip_shards
 from dist.collectives import world_size
 from dist.ddp import DDP
+from dist.local_optimizer import NOT_ELEMENTWISE, LocalOptimizer
 from dist.shard import Shard
 from dist.shard_layout import ShardLayout
 from dist.sharded_state import NamedState, StateGather, load_state
-
-# Of torch's; on pieces they would compute something else, without a word.
-NOT_ELEMENTWISE = tuple(
-    getattr(torch.optim, name)
-    for name in ("Adafactor", "LBFGS", "Muon", "SparseAdam")
-    if hasattr(torch.optim, name)
-)
-
 
 # Torch wraps this method to keep it out of compiled graphs, and the wrapper imports the compiler at
 # its first call: a second of every start. Called as it was written, it needs none.
@@ -106,16 +99,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._ddp = ddp if world_size() > 1 else None
         self._layout = ShardLayout(self._ddp)
         super().__init__(params, dict(kwargs))
-        self._shards_of_group = [self._lay_out(group) for group in self.param_groups]
-        self._local = optimizer_cls(
-            [
-                {**group, "params": _parameters(shards)}
-                for group, shards in zip(self.param_groups, self._shards_of_group, strict=True)
-            ],
-            **kwargs,
-        )
-        for group, local in zip(self.param_groups, self._local.param_groups, strict=True):
-            _add_missing(group, local)
+        shards = [self._lay_out(group) for group in self.param_groups]
+        self._local = LocalOptimizer(optimizer_cls, self.param_groups, shards, kwargs)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -128,29 +113,30 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._is_told():
-            self._local.found_inf = self.found_inf  # type: ignore[attr-defined]
+        if self._local.takes_found_inf():
+            self._local.wrapped.found_inf = self.found_inf  # type: ignore[attr-defined]
         elif self.found_inf is not None and self.found_inf.item():
             return loss
-        for group, local in zip(self.param_groups, self._local.param_groups, strict=True):
-            local.update({key: value for key, value in group.items() if key != "params"})
+        self._local.set_options(self.param_groups)
         if self._layout.gather is not None:
             self._layout.gather.wait_until_writable()
         for shard in self._layout.shards:
             shard.check_that_weights_are_here()
             shard.take_over_changes()
         self._take_gradients()
-        self._local.step()
-        for shard in self._layout.shards:
-            shard.drop_gradients()
-            shard.write_back()
-            for weight in shard.bucket.parameters:
-                # Written through the buffer: let a backward that saved the old values notice.
-                torch.autograd.graph.increment_version(weight)
-        if self._layout.gather is not None:
-            self._layout.gather.start()
-            if self._ddp is None:
-                self._layout.gather.wait()
+        # Nothing is gained by parts where all weights are waited for at once.
+        in_parts = self._ddp is not None
+        for updated in self._local.step(self._layout.in_reading_order, in_parts):
+            for shard in updated:
+                shard.drop_gradients()
+                shard.write_back()
+                for weight in shard.bucket.parameters:
+                    # Written through the buffer: let a backward that saved the old values notice.
+                    torch.autograd.graph.increment_version(weight)
+            if self._layout.gather is not None:
+                self._layout.gather.start([shard.buffer for shard in updated])
+        if self._layout.gather is not None and self._ddp is None:
+            self._layout.gather.wait()
         return loss
 
     def finish_gather(self) -> None:
@@ -226,13 +212,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if hasattr(self, "_local"):  # torch's constructor adds the first groups through here
             group = self.param_groups[-1]
             try:
-                self._shards_of_group.append(self._lay_out(group))
+                shards = self._lay_out(group)
             except (ValueError, RuntimeError):
                 self.param_groups.pop()
                 raise
-            parameters = _parameters(self._shards_of_group[-1])
-            self._local.add_param_group({**group, "params": parameters})
-            _add_missing(group, self._local.param_groups[-1])
+            self._local.add_group(group, shards)
 
     def state_bytes(self) -> int:
         """Bytes of optimizer state that this rank keeps, masters of 16-bit weights included."""
@@ -316,25 +300,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 of another shape. The optimizer keeps the state that it had.
         """
         self.finish_gather()
-        counted_on_device = {
-            id(parameter)
-            for group in self._local.param_groups
-            if group.get("fused") or group.get("capturable")
-            for parameter in group["params"]
-        }
-        counts_on_device = [
-            any(id(segment.parameter) in counted_on_device for segment in shard.segments)
-            for shard in self._layout.shards
-        ]
-        loaded = load_state(self._layout.shards, dict(named_parameters), state, counts_on_device)
-        self._local.state.clear()
-        self._local.state.update(loaded)
-        self._renew_local_parameters()
-
-    def _is_told(self) -> bool:
-        """Whether the wrapped optimizer takes `found_inf`; torch's fused ones say so like this."""
-        is_fused = getattr(self._local, "_step_supports_amp_scaling", False)
-        return bool(is_fused) or hasattr(self._local, "found_inf")
+        counts_on_device = [self._local.counts_on_device(shard) for shard in self._layout.shards]
+        named = dict(named_parameters)
+        self._local.replace_state(load_state(self._layout.shards, named, state, counts_on_device))
 
     def _lay_out(self, group: Mapping[str, Any]) -> list[Shard]:
         """Lay a group's weights into flat buckets and take this rank's share of each."""
@@ -344,23 +312,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _take_gradients(self) -> None:
         was_split = [shard.split(self._local.state) for shard in self._layout.shards]
         if any(was_split):
-            self._renew_local_parameters()
+            self._local.renew_parameters()
         for shard in self._layout.shards:
             shard.take_gradients()
 
-    def _renew_local_parameters(self) -> None:
-        """Let the wrapped optimizer have the segments as they are now."""
-        for shards, local in zip(self._shards_of_group, self._local.param_groups, strict=True):
-            local["params"] = _parameters(shards)
-
     def _own_gradients(self) -> list[Tensor]:
         return [p.grad for g in self.param_groups for p in g["params"] if p.grad is not None]
-
-
-def _parameters(shards: Iterable[Shard]) -> list[nn.Parameter]:
-    return [segment.parameter for shard in shards for segment in shard.segments]
-
-
-def _add_missing(group: dict[str, Any], local: Mapping[str, Any]) -> None:
-    for key, value in local.items():
-        group.setdefault(key, value)

@@ -66,12 +66,15 @@ class AdamW(torch.optim.Optimizer):
         found_inf: 0-d float32 on the parameters' device, to be set before `step`: 1 leaves the step
             out, which then changes and counts nothing; 0 does not. So a GPU can decide, and nobody
             waits for its answer. None: nothing is left out.
+        steps_in_parts: a step may be made as several, each with some of the parameters in
+            `param_groups`. An heir that counts its steps itself sets False.
 
     Raises:
         ValueError: an option outside its range; names the value.
     """
 
     found_inf: Tensor | None = None
+    steps_in_parts = True
 
     def __init__(
         self,

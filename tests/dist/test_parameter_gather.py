@@ -176,7 +176,7 @@ def writes():
     for step in range(3):
         train_step(ddp, optimizer, step, ALL)
     weights = {shard.buffer.data_ptr() for shard in optimizer._layout.shards}
-    local: Any = optimizer._local
+    local: Any = optimizer._local.wrapped
     return [weights <= noted for noted in local.noted]
 
 

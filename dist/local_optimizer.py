@@ -1,0 +1,136 @@
+"""The optimizer that a ShardedOptimizer wraps: it updates this rank's shards, and knows no others.
+
+A step can be made in parts, some shards after others, so that the first are on their way to the
+other ranks while the rest is computed. What comes of it is the same, as the wrapped optimizer
+updates each of its parameters by itself.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dist.shard import Segment, Shard
+
+# Of torch's; on pieces they would compute something else, without a word.
+NOT_ELEMENTWISE = tuple(
+    getattr(torch.optim, name)
+    for name in ("Adafactor", "LBFGS", "Muon", "SparseAdam")
+    if hasattr(torch.optim, name)
+)
+
+
+class LocalOptimizer:
+    """An optimizer over the segments of shards, group by group.
+
+    Args:
+        optimizer_cls: see `dist.sharded_optimizer.ShardedOptimizer`.
+        groups: options of each group; gain those that optimizer_cls adds.
+        shards: of each group.
+        options: for all groups.
+
+    Attributes:
+        wrapped: the optimizer itself.
+        whole_matrices: whether it needs them in groups that do not say.
+    """
+
+    def __init__(
+        self,
+        optimizer_cls: Callable[..., torch.optim.Optimizer],
+        groups: Sequence[dict[str, Any]],
+        shards: Sequence[list[Shard]],
+        options: Mapping[str, Any],
+    ) -> None:
+        self._shards = list(shards)
+        members = [
+            {**group, "params": _parameters(own)} for group, own in zip(groups, shards, strict=True)
+        ]
+        self.wrapped = optimizer_cls(members, **options)
+        for group, local in zip(groups, self.wrapped.param_groups, strict=True):
+            _add_missing(group, local)
+
+    @property
+    def state(self) -> dict[Tensor, dict[str, Any]]:
+        """By segment's parameter."""
+        return self.wrapped.state
+
+    def add_group(self, group: dict[str, Any], shards: list[Shard]) -> None:
+        """Take on one more group; it gains the options that the wrapped optimizer adds."""
+        self._shards.append(shards)
+        self.wrapped.add_param_group({**group, "params": _parameters(shards)})
+        _add_missing(group, self.wrapped.param_groups[-1])
+
+    def set_options(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Take over learning rates and all other options of the groups."""
+        for group, local in zip(groups, self.wrapped.param_groups, strict=True):
+            local.update({key: value for key, value in group.items() if key != "params"})
+
+    def renew_parameters(self) -> None:
+        """Let the wrapped optimizer have the segments as they are now."""
+        for shards, local in zip(self._shards, self.wrapped.param_groups, strict=True):
+            local["params"] = _parameters(shards)
+
+    def replace_state(self, state: Mapping[Tensor, dict[str, Any]]) -> None:
+        """Have this state and no other; it is of the segments as they are now."""
+        self.wrapped.state.clear()
+        self.wrapped.state.update(state)
+        self.renew_parameters()
+
+    def takes_found_inf(self) -> bool:
+        """Whether `found_inf` can be set on it; torch's fused ones say so like this."""
+        is_fused = getattr(self.wrapped, "_step_supports_amp_scaling", False)
+        return bool(is_fused) or hasattr(self.wrapped, "found_inf")
+
+    def counts_on_device(self, shard: Shard) -> bool:
+        """Whether the count of steps of these segments is a tensor beside them."""
+        return any(
+            parameter is segment.parameter
+            for group in self.wrapped.param_groups
+            if group.get("fused") or group.get("capturable")
+            for parameter in group["params"]
+            for segment in shard.segments
+        )
+
+    def step(self, shards: Sequence[Shard], in_parts: bool) -> Iterator[Sequence[Shard]]:
+        """Update shards by their gradients, and yield those that are done.
+
+        Args:
+            shards: all that there are.
+            in_parts: the first shard, then all others at once, if the wrapped optimizer is known to
+                allow it.
+        """
+        may_part = getattr(self.wrapped, "steps_in_parts", False) or _is_torchs(self.wrapped)
+        for part in (shards[:1], shards[1:]) if in_parts and may_part else (shards,):
+            self._step_part(part)
+            yield part
+
+    def _step_part(self, shards: Sequence[Shard]) -> None:
+        part = {id(segment.parameter) for segment in _segments(shards)}
+        groups = self.wrapped.param_groups
+        everything = [group["params"] for group in groups]
+        for group, params in zip(groups, everything, strict=True):
+            group["params"] = [parameter for parameter in params if id(parameter) in part]
+        try:
+            self.wrapped.step()
+        finally:
+            for group, params in zip(groups, everything, strict=True):
+                group["params"] = params
+
+
+def _is_torchs(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the class is one of torch's own: an heir of one may count its calls."""
+    return type(optimizer) in vars(torch.optim).values()
+
+
+def _segments(shards: Iterable[Shard]) -> list[Segment]:
+    return [segment for shard in shards for segment in shard.segments]
+
+
+def _parameters(shards: Iterable[Shard]) -> list[nn.Parameter]:
+    return [segment.parameter for segment in _segments(shards)]
+
+
+def _add_missing(group: dict[str, Any], local: Mapping[str, Any]) -> None:
+    for key, value in local.items():
+        group.setdefault(key, value)
