@@ -28,6 +28,7 @@ class Late:
 
     Attributes:
         events: "send" of a bucket of gradients, ("wait", address) of a bucket of weights.
+        gathers: ("gather", address) of a bucket of weights; others may note more.
         writable: addresses of buffers that no other rank reads any more.
     """
 
@@ -35,6 +36,7 @@ class Late:
         # A world of one has none.
         self._real: Any = open_collectives(torch.device("cpu")) if world_size() > 1 else None
         self.events: list[Any] = []
+        self.gathers: list[tuple[str, int]] = []
         self.writable: set[int] = set()
 
     def __getattr__(self, name):
@@ -49,6 +51,7 @@ class Late:
         self.writable.add(buffer.data_ptr())
 
     def all_gather(self, buffer):
+        self.gathers.append(("gather", buffer.data_ptr()))
         self.writable.discard(buffer.data_ptr())
         for owner, shard in enumerate(buffer.chunk(world_size())):
             if owner != rank():
@@ -182,6 +185,52 @@ def writes():
 
 def test_a_step_waits_until_the_other_ranks_have_read_what_it_will_overwrite():
     assert run_distributed(writes, 2) == [[True] * 3] * 2
+
+
+class InParts(SGD):
+    """Notes every step, and how many weights it is of."""
+
+    steps_in_parts = True
+
+    def __init__(self, params, events=None, lr=0.1) -> None:
+        super().__init__(params, lr=lr)
+        self.events = events
+
+    def step(self, closure: Any = None) -> Any:
+        self.events.append(("step", sum(len(group["params"]) for group in self.param_groups)))
+        super().step()
+
+
+def kinds_of_events(steps_in_parts):
+    """What one step does, of an optimizer with two groups, the second with the first weights."""
+    module = Rooted()
+    collectives: Any = Late()
+    ddp = DDP(module, ONE_LAYER_MB, collectives=collectives)
+    InParts.steps_in_parts = steps_in_parts
+    groups = [{"params": list(part.parameters())} for part in (module.head, module.blocks)]
+    events = collectives.gathers
+    optimizer = ShardedOptimizer(groups, InParts, ddp=ddp, events=events)
+    optimizer.add_param_group({"params": [module.scale]})
+    train_step(ddp, optimizer, 0)
+    of_weight = {shard.buffer.data_ptr(): shard for shard in optimizer._layout.shards}
+    weights = [id(weight) for weight in module.parameters()]
+    return [
+        (kind, min(weights.index(id(w)) for w in of_weight[what].bucket.parameters))
+        if kind == "gather"
+        else (kind, what)
+        for kind, what in events
+    ]
+
+
+@pytest.mark.parametrize("steps_in_parts", [True, False])
+def test_what_forward_reads_first_is_on_its_way_before_the_rest_is_updated(steps_in_parts):
+    (events, other) = run_distributed(kinds_of_events, 2, steps_in_parts)
+    assert events == other
+    gathers = [("gather", first) for first in (0, 1, 3, 5, 7, 9, 11)]
+    if steps_in_parts:  # the root's own weight, then the others
+        assert events == [("step", 1), gathers[0], ("step", 6), *gathers[1:]]
+    else:
+        assert events == [("step", 7), *gathers]
 
 
 class ReadsItsChild(nn.Module):
