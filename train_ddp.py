@@ -75,12 +75,12 @@ def main() -> None:
     config = load_config(__doc__ or "")
     if config.planned.dry_run:
         return dry_run(config)
+    keep_freed_memory()  # before there are threads with heaps of their own
     world = init_process_group(
         config.device.backend, config.device.device, config.device.timeout_seconds
     )
     check(config, world.world_size)
     share_cores()
-    keep_freed_memory()
     allow_tf32(world.device)
 
     data = open_data(config, world)

@@ -95,12 +95,14 @@ def on_two_hosts(options: argparse.Namespace, mbit: int) -> dict[str, float]:
 
 
 def on_cores(number: int) -> list[str]:
-    """The command before a command that keeps it on one of two halves of the cores.
+    """The command before a command that keeps it on the first or second half of the cores.
 
-    Two hosts have no core in common.
+    Two hosts have no core in common. A single core they have to share.
     """
-    cores = sorted(os.sched_getaffinity(0))[number::2]
-    return ["taskset", "-c", ",".join(map(str, cores))] if cores else []
+    cores = sorted(os.sched_getaffinity(0))
+    half = len(cores) // 2
+    own = (cores[:half], cores[half:])[number] if half else cores
+    return ["taskset", "-c", ",".join(map(str, own))]
 
 
 def measure(options: argparse.Namespace) -> None:

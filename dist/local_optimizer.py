@@ -2,7 +2,8 @@
 
 A step can be made in parts, some shards after others, so that the first are on their way to the
 other ranks while the rest is computed. What comes of it is the same, as the wrapped optimizer
-updates each of its parameters by itself.
+updates each of its parameters by itself (but for rounding, where matrices are multiplied in stacks
+and one goes with the first part).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -32,7 +33,6 @@ class LocalOptimizer:
 
     Attributes:
         wrapped: the optimizer itself.
-        whole_matrices: whether it needs them in groups that do not say.
     """
 
     def __init__(
@@ -97,13 +97,22 @@ class LocalOptimizer:
 
         Args:
             shards: all that there are.
-            in_parts: the first shard, then all others at once, if the wrapped optimizer is known to
-                allow it.
+            in_parts: the first shard that is not frozen, then all others at once, if the wrapped
+                optimizer is known to allow it.
         """
-        may_part = getattr(self.wrapped, "steps_in_parts", False) or _is_torchs(self.wrapped)
-        for part in (shards[:1], shards[1:]) if in_parts and may_part else (shards,):
-            self._step_part(part)
-            yield part
+        end_of_first = len(shards)
+        if in_parts and self._steps_in_parts():
+            trained = (n for n, shard in enumerate(shards, 1) if not shard.is_frozen())
+            end_of_first = next(trained, end_of_first)
+        for part in (shards[:end_of_first], shards[end_of_first:]):
+            if part:
+                self._step_part(part)
+                yield part
+
+    def _steps_in_parts(self) -> bool:
+        """Of torch's own classes it is known; an heir of one may count its calls."""
+        is_torchs = type(self.wrapped) in vars(torch.optim).values()
+        return is_torchs or getattr(self.wrapped, "steps_in_parts", False)
 
     def _step_part(self, shards: Sequence[Shard]) -> None:
         part = {id(segment.parameter) for segment in _segments(shards)}
@@ -116,11 +125,6 @@ class LocalOptimizer:
         finally:
             for group, params in zip(groups, everything, strict=True):
                 group["params"] = params
-
-
-def _is_torchs(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the class is one of torch's own: an heir of one may count its calls."""
-    return type(optimizer) in vars(torch.optim).values()
 
 
 def _segments(shards: Iterable[Shard]) -> list[Segment]:

@@ -103,6 +103,10 @@ class Shard:
         values = self.values[pieces[0].start : pieces[-1].end]
         return Segment(pieces, nn.Parameter(self._shaped(values)))
 
+    def is_frozen(self) -> bool:
+        """Whether no weight here is trained."""
+        return not any(weight.requires_grad for weight in self.bucket.parameters)
+
     def take_gradients(self) -> None:
         """Let every segment's `grad` be its part of the gradients, or None."""
         gradient = self._flat_gradient()

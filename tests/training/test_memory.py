@@ -4,7 +4,8 @@ On both sides bytes of tensors are counted, of fake ones there and of all that a
 here; so this proves that the reckoning leaves out nothing of the run, and the first test that the
 counter counts. Against memory as the kernel tells it, one process grew by 5 to 6 % more than was
 reckoned (50 MB of 730 to 1020, whatever the size of the model); of two with 30 million parameters,
-what they share counted by halves, rank 0 by 3 % more and rank 1 by 7 % less, saves included.
+what they share counted by halves, rank 0 by 3 to 9 % more and rank 1 by 2 to 7 % less, saves
+included.
 """
 
 from collections.abc import Sequence
