@@ -34,7 +34,7 @@ class ParameterGather:
     def __init__(self, module: nn.Module | None, collectives: BucketCollectives) -> None:
         self._collectives = collectives
         self._buffers: list[Tensor] = []
-        self._bucket_of: dict[int, int] = {}  # parameter's identity -> its buffer's address
+        self._address_of: dict[int, int] = {}  # parameter's identity -> its buffer's address
         self._works: dict[int, Work] = {}  # by the buffer's address
         self._units: list[nn.Module] = []
         self._called: set[nn.Module] = set()
@@ -57,7 +57,7 @@ class ParameterGather:
         """Take on a bucket of weights; returns the buffer (padded_numel,) that will hold them."""
         buffer = self._collectives.new_buffer(bucket.padded_numel, bucket.dtype, bucket.device)
         for parameter in bucket.parameters:
-            self._bucket_of[id(parameter)] = buffer.data_ptr()
+            self._address_of[id(parameter)] = buffer.data_ptr()
         self._buffers.append(buffer)
         return buffer
 
@@ -96,7 +96,7 @@ class ParameterGather:
         return (p for p in self._module.parameters() if id(p) not in inside)
 
     def _addresses(self, parameters: Iterator[nn.Parameter]) -> list[int]:
-        addresses = {self._bucket_of.get(id(parameter)) for parameter in parameters}
+        addresses = {self._address_of.get(id(parameter)) for parameter in parameters}
         return [address for address in self._works if address in addresses]
 
     def _wait_for(self, addresses: Sequence[int]) -> None:
