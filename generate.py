@@ -134,6 +134,8 @@ def _write(text: str) -> None:
         # The reader has enough, as `head` does. What is left to flush at exit must go nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
+    except OSError as error:
+        raise CommandLineError(f"the text cannot be written: {error.strerror}") from None
 
 
 def _options_first(arguments: Sequence[str]) -> list[str]:

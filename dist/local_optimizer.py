@@ -55,10 +55,21 @@ class LocalOptimizer:
         """By segment's parameter."""
         return self.wrapped.state
 
+    def check_group(self, group: Mapping[str, Any]) -> None:
+        """Let the wrapped optimizer raise what it has against a group's options.
+
+        It is asked with a stack of no matrices; nothing is left of it.
+        """
+        groups = len(self.wrapped.param_groups)
+        try:
+            self.wrapped.add_param_group({**group, "params": [nn.Parameter(torch.empty(0, 1, 1))]})
+        finally:
+            del self.wrapped.param_groups[groups:]
+
     def add_group(self, group: dict[str, Any], shards: list[Shard]) -> None:
         """Take on one more group; it gains the options that the wrapped optimizer adds."""
-        self._shards.append(shards)
         self.wrapped.add_param_group({**group, "params": _parameters(shards)})
+        self._shards.append(shards)
         _add_missing(group, self.wrapped.param_groups[-1])
 
     def set_options(self, groups: Sequence[Mapping[str, Any]]) -> None:

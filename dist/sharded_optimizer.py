@@ -212,8 +212,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if hasattr(self, "_local"):  # torch's constructor adds the first groups through here
             group = self.param_groups[-1]
             try:
+                self._local.check_group(group)  # before any weight's memory moves
                 shards = self._lay_out(group)
-            except (ValueError, RuntimeError):
+            except Exception:
                 self.param_groups.pop()
                 raise
             self._local.add_group(group, shards)

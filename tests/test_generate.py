@@ -408,6 +408,14 @@ def test_a_gpu_that_is_not_there_is_refused(monkeypatch, trained):
         main([str(trained.path), "the cat", "--device", "cuda"])
 
 
+def test_a_text_that_cannot_be_written_is_a_mistake_in_one_line(monkeypatch, trained):
+    said = "cannot be written: No space left on device"
+    with open("/dev/full", "wb", buffering=0) as full:
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(full))
+        with pytest.raises(CommandLineError, match=said):
+            main([str(trained.path), "the cat", *GREEDY])
+
+
 def test_a_checkpoint_argument_is_required():
     with pytest.raises(CommandLineError, match="required: checkpoint"):
         main(["--temperature", "0"])

@@ -249,9 +249,36 @@ def add_a_group():
         sharded.add_param_group({"params": late[0]})
 
 
+class OfPositiveRate(torch.optim.SGD):
+    def add_param_group(self, param_group):
+        if param_group.get("lr", 0.0) < 0.0:
+            raise ValueError(f"lr {param_group['lr']} is below 0")
+        super().add_param_group(param_group)
+
+
+def add_a_group_that_the_wrapped_optimizer_refuses():
+    models = TinyLanguageModel(), TinyLanguageModel()
+    sharded = ShardedOptimizer(models[0].parameters(), OfPositiveRate, lr=0.1)
+    plain = OfPositiveRate(models[1].parameters(), lr=0.1)
+    step_both((sharded, plain), models, 0)
+    weight = nn.Parameter(torch.ones(3))
+    place = weight.data_ptr()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="is below 0"):
+            sharded.add_param_group({"params": [weight], "lr": -1.0})
+    assert weight.data_ptr() == place
+    assert len(sharded.param_groups) == 1
+    step_both((sharded, plain), models, 1)
+    sharded.add_param_group({"params": [weight], "lr": 0.5})
+    weight.grad = torch.ones(3)
+    sharded.step()
+    assert weight.tolist() == [0.5] * 3
+
+
 @pytest.mark.parametrize("size", [1, 3])
 def test_a_param_group_may_be_added_later(size):
     run_distributed(add_a_group, size)
+    run_distributed(add_a_group_that_the_wrapped_optimizer_refuses, size)
 
 
 def with_a_scheduler():
