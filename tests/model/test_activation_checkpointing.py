@@ -1,8 +1,7 @@
 """Activation checkpointing changes what is kept in memory, and no bit of what is computed."""
 
 import contextlib
-import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -10,12 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from model.attention import KeyValueCache
 from model.transformer import Transformer
 from tests.model.small_models import lively_model, random_ids
+from training.live_memory import LiveMemory
 
 
 def loss_of(model: Transformer, tokens: Tensor) -> Tensor:
@@ -84,36 +82,6 @@ def test_gradients_are_the_same_where_positions_are_given():
 
 
 # Less memory, for a second forward.
-
-
-class LiveMemory(TorchDispatchMode):
-    """Counts the bytes of the tensors that are made under it: how many live, and at most lived."""
-
-    def __init__(self, not_counted: Iterable[Tensor]) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        self.known = {tensor.untyped_storage()._cdata for tensor in not_counted}
-
-    def __torch_dispatch__(
-        self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        result = function(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor):
-                self._count(leaf.untyped_storage())
-        return result
-
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        if key not in self.known:  # else a view, or written in place
-            self.known.add(key)
-            self.now += size
-            self.peak = max(self.peak, self.now)
-            weakref.finalize(storage, self._forget, key, size)
-
-    def _forget(self, key: int, size: int) -> None:
-        self.known.remove(key)
-        self.now -= size
 
 
 def memory(activation_checkpointing: bool, num_layers: int) -> tuple[int, int]:
