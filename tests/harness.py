@@ -7,8 +7,8 @@ what hangs, and leave no process behind. `start_distributed` and `start_torchrun
 tests that kill, signal or watch the processes meanwhile.
 
 Importing torch takes seconds, a test should take a fraction of one. So workers are forked from a
-server that has imported everything and has started no thread: each is a new process with nothing
-left over from the test before, and starts in milliseconds. GPUs are hidden from all of them, so
+server that has imported everything, the project's own modules included, and has started no thread:
+each is a new process with nothing left over from the test before, and starts in milliseconds. GPUs are hidden from all of them, so
 that a test does the same on every machine.
 """
 
@@ -46,7 +46,10 @@ PRELOADED = [
     "torch",
     "torch._dynamo",
     "torch.utils.tensorboard",
-    "tests.harness",
+    "train_ddp",
+    "tests.dist.helpers",
+    "tests.faults",
+    "tests.resuming",
 ]
 WORKER_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 # What the ranks get to end by themselves once one of them has failed.
