@@ -8,8 +8,8 @@ tests that kill, signal or watch the processes meanwhile.
 
 Importing torch takes seconds, a test should take a fraction of one. So workers are forked from a
 server that has imported everything, the project's own modules included, and has started no thread:
-each is a new process with nothing left over from the test before, and starts in milliseconds. GPUs are hidden from all of them, so
-that a test does the same on every machine.
+each is a new process with nothing left over from the test before, and starts in milliseconds. GPUs
+are hidden from all of them, so that a test does the same on every machine.
 """
 
 import contextlib

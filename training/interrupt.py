@@ -15,6 +15,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from types import FrameType
 
 # What can stop a run, the stronger reason later: SIGUSR1 asks to go on in another job, SIGTERM and
@@ -28,9 +29,22 @@ SIGNALS = tuple(name for name in REASONS if hasattr(signal, name))  # Windows ha
 SECONDS_OF_ONE_INTERRUPT = 0.5
 STATUS_AFTER_SECOND_INTERRUPT = 130
 
-# Taken as early as can be: importing torch and preparing data count as time of the job, too.
-_STARTED = time.monotonic()
-_LAUNCHER = os.getppid()
+
+@dataclass
+class _Start:
+    """Of this process, noted as early as can be: importing torch counts as time of the job, too."""
+
+    seconds: float
+    launcher: int
+
+    def note(self) -> None:
+        """Note it for the process that runs this."""
+        self.seconds, self.launcher = time.monotonic(), os.getppid()
+
+
+_start = _Start(time.monotonic(), os.getppid())
+if hasattr(os, "register_at_fork"):  # Windows has no fork
+    os.register_at_fork(after_in_child=_start.note)
 
 
 class StopRequest:
@@ -38,10 +52,12 @@ class StopRequest:
 
     Args:
         max_minutes: how long the job may take; None: as long as it likes.
-        started: `time.monotonic()` from which that counts; the process's start, nearly.
+        started: `time.monotonic()` from which that counts; None: the process's start, nearly.
     """
 
-    def __init__(self, max_minutes: float | None = None, started: float = _STARTED) -> None:
+    def __init__(self, max_minutes: float | None = None, started: float | None = None) -> None:
+        if started is None:
+            started = _start.seconds
         self._deadline = None if max_minutes is None else started + 60.0 * max_minutes
         self._has_launcher = "RANK" in os.environ
         self._speaks = os.environ.get("RANK", "0") == "0"
@@ -72,7 +88,7 @@ class StopRequest:
     def reason(self) -> str | None:
         """The first of REASONS that came, or None; costs less than a microsecond."""
         if self._reason is None:
-            if self._has_launcher and os.getppid() != _LAUNCHER:
+            if self._has_launcher and os.getppid() != _start.launcher:
                 self._reason = LAUNCHER_GONE
             elif self._deadline is not None and time.monotonic() >= self._deadline:
                 self._reason = MAX_MINUTES
