@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from dist.bucket import Bucket, make_buckets, unique
 from dist.collectives import (
@@ -33,6 +33,7 @@ from dist.collectives import (
     world_size,
 )
 from dist.grad_memory import GradMemory
+from dist.misuse import check_that_gradients_are_dense, forbid_steps_during_a_sync
 from dist.reducer import Reducer
 from dist.same_model import check_same_model
 from dist.use_flags import UseFlags
@@ -68,8 +69,8 @@ class DDP(nn.Module):
         collectives: None in a world of one.
 
     Raises:
-        ValueError: ranks hold different models (names the first difference), or a size is not
-            positive.
+        ValueError: ranks hold different models (names the first difference), a size is not
+            positive, or a layer's gradients are sparse, or of a shape that is not known yet.
     """
 
     def __init__(
@@ -93,6 +94,8 @@ class DDP(nn.Module):
         self._under_way: deque[Reducer] = deque()
         self._flags: UseFlags | None = None
         sizes = f"buckets of {bucket_cap_mb} MB, the first of {first_bucket_mb} MB"
+        if world_size() > 1:
+            check_that_gradients_are_dense(module)
         check_same_model(module, f"{sizes}, {wire_dtype} on the wire")
         broadcast_tensors([*module.parameters(), *module.buffers()])
         if world_size() == 1:
@@ -113,9 +116,10 @@ class DDP(nn.Module):
         frozen = [p for p in parameters if not p.requires_grad]
         cap_mb = bucket_cap_mb or self.collectives.all_reduce_cap_mb
         self._add_reducers([*self._deal(trained, cap_mb), *self._deal(frozen, cap_mb)])
-        for parameter in parameters:
-            self._hook(parameter)
-        self._forbid_steps_during_a_sync()
+        # The parameters outlive their wrapper.
+        hooks = [self._hook(parameter) for parameter in parameters]
+        weakref.finalize(self, _remove_all, hooks)
+        forbid_steps_during_a_sync(self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward."""
@@ -171,8 +175,23 @@ class DDP(nn.Module):
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Load into the module; see `nn.Module.load_state_dict`."""
+        """Load into the module; see `nn.Module.load_state_dict`.
+
+        Raises:
+            ValueError: `assign=True`, which would put other parameters in the place of those whose
+                gradients are averaged.
+        """
+        if self._reducers and (kwargs.get("assign") or args[2:3] == (True,)):
+            raise ValueError("assign=True gives the module parameters that DDP does not know")
         return self.module.load_state_dict(*args, **kwargs)
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        """Part of loading a module that contains this one: there are no prefixes there either."""
+        for name in [name for name in state_dict if name.startswith(prefix)]:
+            state_dict[f"{prefix}module.{name.removeprefix(prefix)}"] = state_dict.pop(name)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def make_buckets(
         self, parameters: Sequence[nn.Parameter], whole_matrices: bool = False
@@ -192,6 +211,10 @@ class DDP(nn.Module):
     def place_of(self, parameter: nn.Parameter) -> int | None:
         """Its place among the module's parameters; None: it is none of them."""
         return self._order.get(id(parameter))
+
+    def has_place_for(self, parameter: Tensor) -> bool:
+        """Whether this parameter's gradients are averaged here."""
+        return id(parameter) in self._places
 
     def scatter_gradients(self, buckets: Sequence[Bucket]) -> list[Reducer]:
         """From now on give each rank only its shard of these parameters' gradients.
@@ -260,28 +283,28 @@ class DDP(nn.Module):
             self._flags.recycle()
         self._flags = UseFlags(count, self.collectives, device)
 
-    def _hook(self, parameter: nn.Parameter) -> None:
+    def _hook(self, parameter: nn.Parameter) -> RemovableHandle:
         if not parameter.requires_grad:
             # The hook needs a gradient-requiring leaf; it stays when the flag is taken back.
             parameter.requires_grad_(True)
-            self._hook(parameter)
+            hook = self._hook(parameter)
             parameter.requires_grad_(False)
-            return
+            return hook
         # By a weak reference: torch never frees a parameter that its own hook leads back to.
         key, this = id(parameter), weakref.ref(self)
 
         # After accumulation, not before: `grad` then holds the sum of all micro-batches.
         def gradient_is_complete(_: Tensor) -> None:
             ddp = this()
-            if ddp is None:  # the parameters outlive their wrapper
+            if ddp is None:
                 return
             reducer, index = ddp._places[key]
             reducer.take(index)
             if ddp._syncing and reducer.mark_ready(index):
                 ddp._send_while(Reducer.is_complete)
 
-        parameter.register_post_accumulate_grad_hook(gradient_is_complete)
         parameter.grad_memory = GradMemory(self.memory_for)  # type: ignore[attr-defined]
+        return parameter.register_post_accumulate_grad_hook(gradient_is_complete)
 
     def memory_for(self, parameter: Tensor) -> Tensor | None:
         """Where a backward may write this parameter's gradient now; None: nowhere."""
@@ -317,18 +340,7 @@ class DDP(nn.Module):
         """Whether a backward has begun to send gradients, and nobody has waited for them yet."""
         return any(reducer.started for reducer in self._reducers)
 
-    def _forbid_steps_during_a_sync(self) -> None:
-        """Let every optimizer that is asked to step with half-averaged gradients say so."""
-        this = weakref.ref(self)
 
-        def check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-            ddp = this()
-            if ddp is not None and ddp.is_syncing():
-                for group in optimizer.param_groups:
-                    if any(id(parameter) in ddp._places for parameter in group["params"]):
-                        raise RuntimeError(
-                            "optimizer.step() before finish_gradient_sync(): "
-                            "the gradients are not averaged yet"
-                        )
-
-        weakref.finalize(self, register_optimizer_step_pre_hook(check).remove)
+def _remove_all(hooks: Sequence[RemovableHandle]) -> None:
+    for hook in hooks:
+        hook.remove()

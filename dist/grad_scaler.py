@@ -58,9 +58,14 @@ class GradScaler(torch.amp.GradScaler):
 
         Returns:
             The norm of the unscaled gradients before clipping, 0-d; not finite if any is not.
+
+        Raises:
+            RuntimeError: they have been unscaled since the last update().
         """
-        norm = optimizer.clip_grad_norm(max_norm, self.divisor)
         state = self._per_optimizer_states[id(optimizer)]
+        if self.is_enabled() and state["stage"] is not OptState.READY:
+            raise RuntimeError("gradients are unscaled already: once a step, then update()")
+        norm = optimizer.clip_grad_norm(max_norm, self.divisor)
         state["found_inf_per_device"] = {norm.device: (~torch.isfinite(norm)).float()}
         state["stage"] = OptState.UNSCALED
         return norm

@@ -22,6 +22,15 @@ NOT_ELEMENTWISE = tuple(
 )
 
 
+def check_options(
+    optimizer_cls: Callable[..., torch.optim.Optimizer],
+    groups: Iterable[Mapping[str, Any]],
+    options: Mapping[str, Any],
+) -> None:
+    """Let an optimizer raise what it has against groups, before any weight of theirs has moved."""
+    optimizer_cls([{**group, "params": _nothing()} for group in groups], **options)
+
+
 class LocalOptimizer:
     """An optimizer over the segments of shards, group by group.
 
@@ -56,13 +65,10 @@ class LocalOptimizer:
         return self.wrapped.state
 
     def check_group(self, group: Mapping[str, Any]) -> None:
-        """Let the wrapped optimizer raise what it has against a group's options.
-
-        It is asked with a stack of no matrices; nothing is left of it.
-        """
+        """Let the wrapped optimizer raise what it has against a group; nothing is left of it."""
         groups = len(self.wrapped.param_groups)
         try:
-            self.wrapped.add_param_group({**group, "params": [nn.Parameter(torch.empty(0, 1, 1))]})
+            self.wrapped.add_param_group({**group, "params": _nothing()})
         finally:
             del self.wrapped.param_groups[groups:]
 
@@ -107,18 +113,17 @@ class LocalOptimizer:
         """Update shards by their gradients, and yield those that are done.
 
         Args:
-            shards: all that there are.
-            in_parts: the first shard that is not frozen, then all others at once, if the wrapped
-                optimizer is known to allow it.
+            shards: all that have gradients.
+            in_parts: the first of them, then all others at once, if the wrapped optimizer is known
+                to allow it.
         """
-        end_of_first = len(shards)
-        if in_parts and self._steps_in_parts():
-            trained = (n for n, shard in enumerate(shards, 1) if not shard.is_frozen())
-            end_of_first = next(trained, end_of_first)
-        for part in (shards[:end_of_first], shards[end_of_first:]):
-            if part:
-                self._step_part(part)
-                yield part
+        if not (in_parts and shards and self._steps_in_parts()):
+            self.wrapped.step()
+            yield shards
+            return
+        for part in filter(None, (shards[:1], shards[1:])):
+            self._step_part(part)
+            yield part
 
     def _steps_in_parts(self) -> bool:
         """Of torch's own classes it is known; an heir of one may count its calls."""
@@ -136,6 +141,11 @@ class LocalOptimizer:
         finally:
             for group, params in zip(groups, everything, strict=True):
                 group["params"] = params
+
+
+def _nothing() -> list[nn.Parameter]:
+    """A parameter without elements, and for who needs matrices a stack of none."""
+    return [nn.Parameter(torch.empty(0, 1, 1))]
 
 
 def _segments(shards: Iterable[Shard]) -> list[Segment]:

@@ -48,8 +48,9 @@ class Reducer:
         self.used = [False] * len(bucket.parameters)
         self.sent = False
         self._collectives = collectives
-        is_wider = wire_dtype is not None and wire_dtype.itemsize < bucket.dtype.itemsize
-        self._wire_dtype = wire_dtype if is_wider else None
+        # A complex number has no narrower type there: it would lose its imaginary part.
+        narrows = wire_dtype is not None and wire_dtype.itemsize < bucket.dtype.itemsize
+        self._wire_dtype = wire_dtype if narrows and not bucket.dtype.is_complex else None
         self._buffer: Tensor | None = None
         self._views: list[Tensor] = []
         self._views_of: dict[int, list[Tensor]] = {}  # by the buffer's address
@@ -202,6 +203,11 @@ class Reducer:
         self._is_lent = [False] * len(self._is_lent)
         self._num_ready = 0
         self.sent = False
+
+    def zero(self) -> None:
+        """Let the gradients in the shard be zeros; which there are stays as it is."""
+        if self.shard is not None:
+            self.shard.zero_()
 
     def clear(self) -> None:
         """Forget the shard; parameters' gradients are cleared by whoever owns those."""

@@ -103,9 +103,11 @@ class Shard:
         values = self.values[pieces[0].start : pieces[-1].end]
         return Segment(pieces, nn.Parameter(self._shaped(values)))
 
-    def is_frozen(self) -> bool:
-        """Whether no weight here is trained."""
-        return not any(weight.requires_grad for weight in self.bucket.parameters)
+    def is_updated(self) -> bool:
+        """Whether the next step may change a weight here; alike on all ranks."""
+        if self.reducer is not None:
+            return any(self.reducer.used)
+        return any(w.requires_grad or w.grad is not None for w in self.bucket.parameters)
 
     def take_gradients(self) -> None:
         """Let every segment's `grad` be its part of the gradients, or None."""
@@ -162,6 +164,18 @@ class Shard:
                     "ShardedOptimizer gave it (by .data =, .to() or load_state_dict(assign=True)): "
                     "do that before building the optimizer, or change values in place"
                 )
+
+    def check_that_gradients_are_averaged(self) -> None:
+        """With our DDP they are shards after a sync; what is in `grad` was never part of one.
+
+        Raises:
+            RuntimeError: a weight has a gradient of its own.
+        """
+        if self.reducer is not None and any(w.grad is not None for w in self.bucket.parameters):
+            raise RuntimeError(
+                "gradients that were never averaged, of a backward under no_sync() or set by hand: "
+                "call finish_gradient_sync() before clipping and before step()"
+            )
 
     def is_elementwise(self, value: Any, segment: Segment) -> bool:
         """Whether an entry of a segment's state has a part for each of its pieces."""

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from dist.bucket import make_buckets
+from dist.bucket import Bucket, make_buckets
 from dist.collectives import open_collectives, world_size
 from dist.ddp import DDP
 from dist.parameter_gather import ParameterGather
@@ -39,28 +39,49 @@ class ShardLayout:
         """Where the weights are; the CPU while there are none."""
         return self.shards[0].buffer.device if self.shards else torch.device("cpu")
 
-    def add(self, weights: Sequence[nn.Parameter], whole_matrices: bool) -> list[Shard]:
+    def add(self, groups: Sequence[tuple[Sequence[nn.Parameter], bool]]) -> list[list[Shard]]:
         """Lay weights into flat buckets and take this rank's share of each.
 
-        Frozen weights lie apart: they have no state, and would leave some rank less than its share.
-
         Args:
-            weights: the same on every rank; their memory moves.
-            whole_matrices: cut between matrices alone, every rank as many of them.
+            groups: each of weights, the same on every rank, whose memory moves, and whether they
+                are cut between matrices alone, every rank as many of them.
 
         Returns:
-            The shards that are new, one for each bucket.
+            The shards that are new, of each group, one for each bucket.
 
         Raises:
             ValueError: whole matrices are wanted of something else, ranks list weights in different
-                orders, or a weight is none of the DDP's module, or is sharded already.
-            RuntimeError: in the middle of a sync.
+                orders, or a weight is none of the DDP's module, or is sharded already; all groups
+                are as they were.
+            RuntimeError: in the middle of a sync; likewise.
+        """
+        wanted = [
+            (bucket, whole_matrices, number)
+            for number, (weights, whole_matrices) in enumerate(groups)
+            for bucket in self._buckets(weights, whole_matrices)
+        ]
+        buckets = [bucket for bucket, _, _ in wanted]
+        reducers: list[Any] = [None] * len(buckets)
+        if self._ddp is not None:
+            reducers = list(self._ddp.scatter_gradients(buckets))
+        added: list[list[Shard]] = [[] for _ in groups]
+        for (bucket, whole_matrices, number), reducer in zip(wanted, reducers, strict=True):
+            shard = Shard(bucket, self._new_buffer(bucket), whole_matrices, reducer)
+            added[number].append(shard)
+            self.shards.append(shard)
+        self.in_reading_order = sorted(self.shards, key=self._place)
+        return added
+
+    def _buckets(self, weights: Sequence[nn.Parameter], whole_matrices: bool) -> list[Bucket]:
+        """Deal weights into buckets; frozen ones, which have no state, lie apart.
+
+        Among the others they would leave some rank less than its share.
         """
         if whole_matrices and any(weight.dim() != 2 for weight in weights):
             raise ValueError("whole matrices are shared out here, and a parameter is none")
         places = [self._ddp.place_of(w) if self._ddp is not None else None for w in weights]
         check_same_order(weights, places)
-        buckets = []
+        buckets: list[Bucket] = []
         for frozen in (False, True):
             some = [
                 weight
@@ -73,21 +94,14 @@ class ShardLayout:
                 buckets += self._ddp.make_buckets(some, whole_matrices)
             else:
                 buckets += make_buckets(some, BUCKET_BYTES, world_size(), None, whole_matrices)
-        reducers: list[Any] = [None] * len(buckets)
-        if self._ddp is not None:
-            reducers = list(self._ddp.scatter_gradients(buckets))
-        added = []
-        for bucket, reducer in zip(buckets, reducers, strict=True):
-            if world_size() > 1 and self.gather is None:
-                self.gather = self._new_gather(bucket.device)
-            if self.gather is None:
-                buffer = torch.empty(bucket.padded_numel, dtype=bucket.dtype, device=bucket.device)
-            else:
-                buffer = self.gather.add(bucket)
-            added.append(Shard(bucket, buffer, whole_matrices, reducer))
-        self.shards += added
-        self.in_reading_order = sorted(self.shards, key=self._place)
-        return added
+        return buckets
+
+    def _new_buffer(self, bucket: Bucket) -> Tensor:
+        if world_size() > 1 and self.gather is None:
+            self.gather = self._new_gather(bucket.device)
+        if self.gather is not None:
+            return self.gather.add(bucket)
+        return torch.empty(bucket.padded_numel, dtype=bucket.dtype, device=bucket.device)
 
     def _place(self, shard: Shard) -> int:
         """Of its first weight in the module, which reads them about as it registers them."""

@@ -31,8 +31,7 @@ from torch import Tensor, nn
 from dist.clip_shards import clip_shards
 from dist.collectives import world_size
 from dist.ddp import DDP
-from dist.local_optimizer import NOT_ELEMENTWISE, LocalOptimizer
-from dist.shard import Shard
+from dist.local_optimizer import NOT_ELEMENTWISE, LocalOptimizer, check_options
 from dist.shard_layout import ShardLayout
 from dist.sharded_state import NamedState, StateGather, load_state
 
@@ -65,6 +64,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             or the wrapper's, not by the module's. Whoever reads weights not by calling the module,
             one of its children, or `state_dict`, calls `finish_gather()` first.
             None: gradients must be complete on all ranks before `step`.
+        gather_under_forward: given the DDP, let `step` only start the exchange of weights. False:
+            it waits for all of them, and then anybody may read and, on all ranks alike, change
+            them: for a forward that uses a child's weight before it calls the child.
         **kwargs: hyperparameters of optimizer_cls.
 
     Weights of 16 bits have float32 masters, in the shards alone; they are what is updated. Given
@@ -88,6 +90,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         optimizer_cls: Callable[..., torch.optim.Optimizer],
         *,
         ddp: DDP | None = None,
+        gather_under_forward: bool = True,
         **kwargs: Any,
     ) -> None:
         if optimizer_cls in NOT_ELEMENTWISE:
@@ -97,10 +100,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
             )
         self._whole_matrices = bool(getattr(optimizer_cls, "whole_matrices", False))
         self._ddp = ddp if world_size() > 1 else None
+        self._waits_in_step = self._ddp is None or not gather_under_forward
         self._layout = ShardLayout(self._ddp)
         super().__init__(params, dict(kwargs))
-        shards = [self._lay_out(group) for group in self.param_groups]
+        check_options(optimizer_cls, self.param_groups, kwargs)
+        shards = self._layout.add([self._weights_of(group) for group in self.param_groups])
         self._local = LocalOptimizer(optimizer_cls, self.param_groups, shards, kwargs)
+        # Where schedulers look for what can be scheduled.
+        self.defaults = {**self._local.wrapped.defaults, **self.defaults}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -124,9 +131,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             shard.check_that_weights_are_here()
             shard.take_over_changes()
         self._take_gradients()
+        shards = [shard for shard in self._layout.in_reading_order if shard.is_updated()]
         # Nothing is gained by parts where all weights are waited for at once.
-        in_parts = self._ddp is not None
-        for updated in self._local.step(self._layout.in_reading_order, in_parts):
+        for updated in self._local.step(shards, in_parts=not self._waits_in_step):
             for shard in updated:
                 shard.drop_gradients()
                 shard.write_back()
@@ -135,14 +142,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     torch.autograd.graph.increment_version(weight)
             if self._layout.gather is not None:
                 self._layout.gather.start([shard.buffer for shard in updated])
-        if self._layout.gather is not None and self._ddp is None:
-            self._layout.gather.wait()
+        if self._layout.gather is not None and self._waits_in_step:
+            self._layout.gather.wait_until_writable()
         return loss
 
     def finish_gather(self) -> None:
         """Wait for the exchange that `step` started: then all weights are there to be read.
 
-        To change weights by hand, wait for all ranks besides: they may still be reading these.
+        To change them by hand, wait for all ranks besides, by a barrier: they may still be reading
+        these. With `gather_under_forward=False` neither is needed.
         """
         if self._layout.gather is not None:
             self._layout.gather.wait()
@@ -200,10 +208,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         ]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients, the shards included."""
+        """Forget all gradients, the shards included, or let them be zeros, as in torch."""
         for shard in self._layout.shards:
             if shard.reducer is not None:
-                shard.reducer.clear()
+                shard.reducer.clear() if set_to_none else shard.reducer.zero()
         super().zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -213,7 +221,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             group = self.param_groups[-1]
             try:
                 self._local.check_group(group)  # before any weight's memory moves
-                shards = self._lay_out(group)
+                (shards,) = self._layout.add([self._weights_of(group)])
             except Exception:
                 self.param_groups.pop()
                 raise
@@ -305,12 +313,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         named = dict(named_parameters)
         self._local.replace_state(load_state(self._layout.shards, named, state, counts_on_device))
 
-    def _lay_out(self, group: Mapping[str, Any]) -> list[Shard]:
-        """Lay a group's weights into flat buckets and take this rank's share of each."""
-        whole_matrices = group.get("whole_matrices", self._whole_matrices)
-        return self._layout.add(group["params"], bool(whole_matrices))
+    def _weights_of(self, group: Mapping[str, Any]) -> tuple[list[nn.Parameter], bool]:
+        """A group's weights, and whether they are needed as whole matrices."""
+        return group["params"], bool(group.get("whole_matrices", self._whole_matrices))
 
     def _take_gradients(self) -> None:
+        for shard in self._layout.shards:
+            shard.check_that_gradients_are_averaged()
         was_split = [shard.split(self._local.state) for shard in self._layout.shards]
         if any(was_split):
             self._local.renew_parameters()

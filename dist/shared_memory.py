@@ -25,6 +25,7 @@ import socket
 import struct
 import sys
 import time
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
@@ -38,6 +39,20 @@ LARGEST_SEND_BUFFER = 2**21
 LARGEST_ADDRESS_SPACE = 2**46
 # All ranks are there and listen when links are made: who does not answer now never will.
 LINK_TIMEOUT_SECONDS = 30.0
+
+
+# All that this process has links of. A child that is forked later would keep them open, and hide
+# from the other ranks that this one has died.
+_linked: "weakref.WeakSet[SharedMemory]" = weakref.WeakSet()
+
+
+def _close_links_in_child() -> None:
+    for memory in list(_linked):
+        memory.close_links()
+
+
+if hasattr(os, "register_at_fork"):  # Windows has no fork
+    os.register_at_fork(after_in_child=_close_links_in_child)
 
 
 class LostRankError(RuntimeError):
@@ -77,6 +92,12 @@ class SharedMemory:
             with contextlib.suppress(OSError):
                 link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LARGEST_SEND_BUFFER)
             self._poll.register(link, select.POLLIN)
+        _linked.add(self)
+
+    def close_links(self) -> None:
+        """Close this process's ends; others see that only if no other process has them open."""
+        for link in self._sockets.values():
+            link.close()
 
     def allocate(self, nbytes: int) -> tuple[int, Tensor]:
         """New memory that every rank can read and write: (its first byte, uint8 of nbytes).

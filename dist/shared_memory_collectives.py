@@ -9,7 +9,8 @@ Every buffer is memory that all ranks have mapped. What travels are messages of 
     all-gather      READY: my shard is written. Who has heard it of all copies the other shards;
                     DONE: I have read yours.
 
-All of it runs on the calling thread. A thread of its own would take the core from the computation
+No process group is needed: what is under way when that is destroyed still arrives. All of it runs
+on the calling thread. A thread of its own would take the core from the computation
 that it hides behind; instead, each start of a collective also moves those before it along, if the
 others are ready, and most are finished before they are waited for.
 """
@@ -23,7 +24,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from dist.collectives import all_gather_objects, mean_into, rank, timeout_seconds, world_size
+from dist.collectives import all_gather_objects, mean_into, rank, timeout_seconds
 from dist.shared_memory import (
     LINK_TIMEOUT_SECONDS,
     SharedMemory,
@@ -115,9 +116,7 @@ class SharedMemoryCollectives:
         """Read this rank's shard in all ranks' buffers."""
 
         def average(buffers: list[Tensor]) -> None:
-            mean_into(
-                [shard], [other.chunk(world_size())[rank()] for other in buffers], len(buffers)
-            )
+            mean_into([shard], self._own_shards(buffers), len(buffers))
 
         self._count(buffer, 1)
         return self._start(buffer, average)
@@ -126,9 +125,8 @@ class SharedMemoryCollectives:
         """Read this rank's shard in all ranks' buffers, and write the average there."""
 
         def average(buffers: list[Tensor]) -> None:
-            shards = [other.chunk(world_size())[rank()] for other in buffers]
-            own_first = [shards[rank()], *shards[: rank()], *shards[rank() + 1 :]]
-            mean_into(own_first, shards, len(buffers))
+            shards, own = self._own_shards(buffers), self._memory.rank
+            mean_into([shards[own], *shards[:own], *shards[own + 1 :]], shards, len(buffers))
 
         self._count(buffer, 2)
         return self._start(buffer, average, writes_to_others=True)
@@ -137,10 +135,10 @@ class SharedMemoryCollectives:
         """Copy every other rank's shard out of its buffer."""
 
         def copy(buffers: list[Tensor]) -> None:
+            length = buffer.numel() // len(buffers)
             for owner, other in enumerate(buffers):
-                if owner != rank():
-                    start = owner * (buffer.numel() // world_size())
-                    shard = slice(start, start + buffer.numel() // world_size())
+                if owner != self._memory.rank:
+                    shard = slice(owner * length, (owner + 1) * length)
                     buffer[shard].copy_(other[shard])
 
         self._count(buffer, 1)
@@ -178,20 +176,23 @@ class SharedMemoryCollectives:
 
     def _buffers(self, number: int, buffer: Tensor) -> list[Tensor]:
         """Every rank's buffer of an operation that all are ready for, in rank order."""
-        ready = self._memory.messages.pop((READY, number))
+        ready, own = self._memory.messages.pop((READY, number)), self._memory.rank
         buffers = []
-        for other in range(world_size()):
-            if other == rank():
+        for other in range(self._memory.world_size):
+            if other == own:
                 buffers.append(buffer)
                 continue
             start, nbytes = ready[other]
             if nbytes != buffer.nbytes:
                 raise RuntimeError(
-                    f"ranks are at different collectives: rank {rank()} has a buffer of "
+                    f"ranks are at different collectives: rank {own} has a buffer of "
                     f"{buffer.nbytes} bytes, rank {other} one of {nbytes}"
                 )
             buffers.append(self._memory.part_of(other, start, nbytes).view(buffer.dtype))
         return buffers
+
+    def _own_shards(self, buffers: list[Tensor]) -> list[Tensor]:
+        return [buffer.chunk(len(buffers))[self._memory.rank] for buffer in buffers]
 
     def _is_writable(self, address: int) -> bool:
         operation = self._read_by_others.get(address)
@@ -203,7 +204,8 @@ class SharedMemoryCollectives:
         return True
 
     def _count(self, buffer: Tensor, times: int) -> None:
-        self.bytes_sent += times * buffer.nbytes * (world_size() - 1) // world_size()
+        ranks = self._memory.world_size
+        self.bytes_sent += times * buffer.nbytes * (ranks - 1) // ranks
 
 
 def _on_all_ranks(attempt: Callable[[], T]) -> T | None:

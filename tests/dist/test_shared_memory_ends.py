@@ -32,7 +32,9 @@ LAYERS, WIDTH = 5, 1024  # 4 MB each: a rank shares 20 MB of gradients and, if s
 def get_into(trouble):
     if trouble == "raise":
         raise ValueError("the cat sat on the keyboard")
-    if trouble == "kill":
+    if trouble == "kill beside a child" and os.fork() == 0:
+        time.sleep(600)  # as a loader of data would live on
+    if trouble.startswith("kill"):
         os.kill(os.getpid(), signal.SIGKILL)
     if trouble == "sleep":
         time.sleep(600)
@@ -165,6 +167,14 @@ def test_a_dead_rank_is_noticed_and_named_at_once(sharded, where, trouble, tmp_p
         f"rank {TROUBLE_RANK} has ended while rank {others[0].rank} was waiting for it"
     )
     assert "has ended while" in others[1].message
+
+
+@pytest.mark.usefixtures("_nothing_stays")
+def test_a_child_of_a_dead_rank_does_not_hide_its_end(tmp_path):
+    failures, _ = fail(True, "kill beside a child", "in backward", tmp_path)
+    others = [failures[other].message for other in range(RANKS) if other != TROUBLE_RANK]
+    assert any(f"rank {TROUBLE_RANK} has ended while" in message for message in others), others
+    assert all("has ended while" in message for message in others), others
 
 
 @pytest.mark.usefixtures("_nothing_stays")

@@ -251,7 +251,8 @@ def test_matrices_of_16_bits_are_updated_in_float32():
 def refused():
     module = nn.Linear(3, 3)
     ddp = DDP(module)
-    for options in ({"ddp": ddp}, {}):
+    both: list[dict[str, Any]] = [{"ddp": ddp}, {}]
+    for options in both:
         with pytest.raises(ValueError, match="a parameter is none"):
             ShardedOptimizer(module.parameters(), Orthogonal, **options)
         optimizer = ShardedOptimizer([module.weight], Orthogonal, **options)
