@@ -182,19 +182,19 @@ def show_validation(job: Job, metrics: Metrics, val_loss: float, is_best: bool) 
 
 
 def keep_until(jsonl: Path, last_iteration: int) -> None:
-    """Drop entries later than `last_iteration`, and a line that a kill left unfinished."""
+    """Drop entries later than `last_iteration`, and lines that a kill or the disk has damaged."""
     if not jsonl.exists():
         return
     kept = []
-    for line in jsonl.read_text(encoding="utf-8").splitlines():
+    for line in jsonl.read_bytes().splitlines():
         try:
-            is_kept = json.loads(line)["iteration"] <= last_iteration
-        except (ValueError, TypeError, KeyError):  # no JSON, or no entry of ours
+            is_kept = json.loads(line.decode())["iteration"] <= last_iteration
+        except (ValueError, TypeError, KeyError, RecursionError):  # no JSON, or no entry of ours
             continue
         if is_kept:
-            kept.append(line + "\n")
+            kept.append(line + b"\n")
     temporary = jsonl.with_suffix(".tmp")
-    temporary.write_text("".join(kept), encoding="utf-8")
+    temporary.write_bytes(b"".join(kept))
     temporary.replace(jsonl)
 
 

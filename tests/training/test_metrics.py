@@ -51,6 +51,14 @@ def test_a_line_that_is_no_entry_or_was_left_unfinished_is_dropped(tmp_path):
     assert lines_of(path) == [{"iteration": 1}, {"iteration": 2}]
 
 
+@pytest.mark.parametrize("damage", [b'{"iteration": \xff}', b"\x80\x00", b"[" * 100_000])
+def test_a_damaged_line_is_dropped_and_the_others_stay(tmp_path, damage):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"iteration": 1}\n' + damage + b'\n{"iteration": 2}\n')
+    keep_until(path, 5)
+    assert lines_of(path) == [{"iteration": 1}, {"iteration": 2}]
+
+
 def test_a_loss_that_is_not_finite_is_written_as_json_that_others_can_read(tmp_path):
     metrics = Metrics(folder_of(tmp_path), 0, is_active=True)
     metrics.log(1, loss_train=math.nan, grad_norm=math.inf)
