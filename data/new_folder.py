@@ -2,14 +2,17 @@
 
 It grows under a temporary name beside its own and is renamed when it is complete. So what is
 killed half-way leaves nothing that looks whole, of two that make the same folder one wins and
-the other notices, and whoever finds the folder can read it.
+the other notices, and whoever finds the folder can read it. What a killed process has left is
+removed by the next one that makes the same folder.
 """
 
+import hashlib
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from errno import EEXIST, ENOTEMPTY
 from fnmatch import fnmatch
 from pathlib import Path
@@ -36,6 +39,7 @@ def new_folder(out_dir: str | Path, overwrite: bool) -> Iterator[Path]:
     temporary = _sibling(target, "preparing")
     try:
         _refuse_to_replace(target, out_dir, overwrite)
+        _remove_leftovers(target)
         temporary.mkdir(parents=True)
         yield temporary
         for path in (*temporary.iterdir(), temporary):
@@ -69,17 +73,52 @@ def _refuse_to_replace(target: Path, out_dir: str | Path, overwrite: bool) -> No
 def _exchange(temporary: Path, target: Path) -> None:
     """Put the new folder in the old one's place; the old one comes back where that fails."""
     old = _sibling(target, "replaced")
-    target.rename(old)
     try:
+        target.rename(old)
         temporary.rename(target)
-    except OSError:
-        old.rename(target)
+    except BaseException:  # a signal may come between the two
+        if not target.exists():
+            old.rename(target)
         raise
     shutil.rmtree(old)
 
 
+def _remove_leftovers(target: Path) -> None:
+    """Remove the temporary folders of processes that were killed while they made `target`.
+
+    Only of this machine: of another one that shares the disk, nobody here knows who lives.
+    """
+    pattern = rf"{re.escape(target.name)}\.preparing-(\d+)-{_machine()}-[0-9a-f]{{8}}"
+    with suppress(OSError):  # a folder that cannot be listed
+        for path in target.parent.iterdir():
+            found = re.fullmatch(pattern, path.name)
+            if found and not _is_alive(int(found[1])):
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:  # another user's
+        return True
+    return True
+
+
 def _sibling(target: Path, purpose: str) -> Path:
-    return target.with_name(f"{target.name}.{purpose}-{os.getpid()}-{secrets.token_hex(4)}")
+    unique = f"{os.getpid()}-{_machine()}-{secrets.token_hex(4)}"
+    return target.with_name(f"{target.name}.{purpose}-{unique}")
+
+
+def _machine() -> str:
+    """Where a process id means something: a start of a machine, and a container on it."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+        place = f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:  # no Linux: as nowhere else
+        place = secrets.token_hex(4)
+    return hashlib.sha256(place.encode()).hexdigest()[:8]
 
 
 def _sync(path: Path) -> None:

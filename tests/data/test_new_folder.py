@@ -2,9 +2,13 @@
 
 import errno
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
+from data import new_folder as new_folder_module
 from data.errors import CorpusError, FolderExistsError
 from data.new_folder import new_folder
 
@@ -46,6 +50,47 @@ def test_overwriting_replaces_the_old_folder_only_by_a_complete_one(tmp_path):
     assert (out_dir / "train.npy").read_text() == "new"
     assert sorted(os.listdir(out_dir)) == ["meta.json", "train.npy"]
     assert os.listdir(tmp_path) == ["mine"]
+
+
+def test_a_signal_between_the_two_renames_leaves_the_old_folder(tmp_path, monkeypatch):
+    write_folder(tmp_path / "mine", "old")
+    rename = Path.rename
+
+    def cut_short(path, target):
+        if target == tmp_path / "mine" and ".preparing-" in path.name:
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", cut_short)
+    with pytest.raises(KeyboardInterrupt):
+        write_folder(tmp_path / "mine", "new", overwrite=True)
+    assert (tmp_path / "mine" / "train.npy").read_text() == "old"
+    assert os.listdir(tmp_path) == ["mine"]
+
+
+def temporary_of(pid: int, name: str = "mine", machine: str | None = None) -> str:
+    here = new_folder_module._machine()
+    return f"{name}.preparing-{pid}-{machine or here}-0123abcd"
+
+
+def test_what_a_killed_process_left_is_removed_and_nothing_else(tmp_path):
+    ended = subprocess.Popen([sys.executable, "-S", "-c", ""])
+    ended.wait()
+    left = temporary_of(ended.pid)
+    others = [
+        temporary_of(os.getpid()),
+        temporary_of(1),
+        temporary_of(ended.pid, name="mine2"),
+        temporary_of(ended.pid, name="not.mine"),
+        temporary_of(ended.pid, machine="89abcdef"),
+        f"{left}.txt",
+        f"mine.preparing-{ended.pid}-0123abcd",
+    ]
+    for name in (left, *others):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "train.npy").write_text("half")
+    write_folder(tmp_path / "mine")
+    assert sorted(os.listdir(tmp_path)) == sorted([*others, "mine"])
 
 
 @pytest.mark.parametrize("overwrite", [True, False])
