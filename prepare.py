@@ -29,6 +29,7 @@ from data.token_writer import token_dtype
 from data.tokenizer import Tokenizer, character_tokenizer, train_bpe
 from training.command_line import build, parse_options, run
 from training.console import say
+from training.termination import signals_raised
 
 # Entries of a vocabulary; no model uses a tenth of them, and many more would not fit into memory.
 MOST_ENTRIES = 2**24
@@ -82,10 +83,11 @@ def prepare(config: PrepareConfig, show_progress: bool = True) -> None:
     Raises:
         FolderExistsError: `out_dir` holds token files and is not to be overwritten.
         CorpusError: any other mistake in the options or the texts; nothing is left behind.
+        Terminated: a signal asks to end; nothing is left behind.
     """
     started = time.perf_counter()
     _check(config)
-    with new_folder(config.out_dir, config.overwrite) as folder:
+    with signals_raised(), new_folder(config.out_dir, config.overwrite) as folder:
         corpus = Corpus(config.input, config.text_field)
         tokenizer = _make_tokenizer(config, corpus, show_progress)
         report = ReadingReport()

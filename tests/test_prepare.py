@@ -19,6 +19,7 @@ from data.tokenizer import Tokenizer, character_tokenizer
 from data.tokens import open_tokens
 from prepare import PrepareConfig, prepare, prepare_default_corpus
 from training.command_line import build, parse_options
+from training.termination import Terminated
 
 SCRIPT = Path(script.__file__)
 ASCII_LOCALE = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
@@ -262,6 +263,24 @@ def test_killed_half_way_it_leaves_no_folder_and_can_run_again(tmp_path, out):
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
     assert not out.exists()
+    assert len(list(tmp_path.glob("out.preparing-*"))) == 1
     (tmp_path / "large.txt").write_text("a line of text that is repeated often\n" * 100)
     prepare(config(tmp_path / "large.txt", out, vocab_size=280))
     assert open_tokens(out).train.num_tokens > 0
+    assert sorted(os.listdir(tmp_path)) == ["large.txt", "out"]
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
+def test_a_signal_half_way_leaves_nothing(texts, out, monkeypatch, name):
+    def signalled(corpus, tokenizer, folder, *_):
+        (folder / "train.npy").write_text("half")
+        signal.raise_signal(signal.Signals[name])
+
+    monkeypatch.setattr(script, "encode_corpus", signalled)
+    before = signal.signal(signal.Signals[name], signal.SIG_DFL)  # under nohup it is another
+    try:
+        with pytest.raises(Terminated, match=f"ended by {name}"):
+            prepare(config(texts, out))
+        assert os.listdir(out.parent) == ["texts"]
+    finally:
+        signal.signal(signal.Signals[name], before)

@@ -29,6 +29,7 @@ from jsonargparse import (
 )
 
 from training.option_files import CommandLineError, without_empty_files
+from training.termination import Terminated
 
 # How long a rank keeps still when it met a mistake that rank 0 will report: leaving first would
 # make the launcher end rank 0 before its line is out.
@@ -130,7 +131,8 @@ def run(main: Callable[[], None], mistakes: tuple[type[Exception], ...] = ()) ->
         main: the script.
         mistakes: exceptions that a user's mistake raises, beside CommandLineError.
 
-    Exit status: 0 after a good end, 2 after a mistake, 1 after a fault, 130 after Ctrl-C.
+    Exit status: 0 after a good end, 2 after a mistake, 1 after a fault, 130 after Ctrl-C, as shells
+    count: 128 and the signal's number.
     """
     said_rank = os.environ.get("RANK", "0")
     # A rank that is no number is init_process_group's to refuse; until then speak as rank 0.
@@ -139,6 +141,8 @@ def run(main: Callable[[], None], mistakes: tuple[type[Exception], ...] = ()) ->
         main()
     except KeyboardInterrupt:
         _leave(130, "interrupted" if rank == 0 else "")
+    except Terminated as ended:
+        _leave(128 + ended.number, str(ended) if rank == 0 else "")
     except Exception as error:
         if isinstance(error, (CommandLineError, *mistakes)):
             _leave(2, _one_line(error, rank))

@@ -1,12 +1,14 @@
 """Options come from dataclasses; a mistake is one line with the nearest right name."""
 
 import os
+import signal
 from dataclasses import dataclass
 from typing import Literal
 
 import pytest
 
 from training.command_line import CommandLineError, build, did_you_mean, parse_options, run
+from training.termination import Terminated
 
 PRESETS = {"large": {"width": 1024, "rate": 0.5}}
 
@@ -211,6 +213,21 @@ def test_a_rank_that_is_no_number_does_not_hide_the_mistake(monkeypatch, capsys,
         run(mistaken)
     assert left.value.code == 2
     assert capsys.readouterr().err.endswith(": what is wrong\n")
+
+
+def test_a_signal_ends_it_with_one_line_and_the_status_that_shells_give_it(monkeypatch, capsys):
+    def leave(code):
+        raise SystemExit(code)
+
+    def signalled():
+        raise Terminated(signal.SIGTERM)
+
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(os, "_exit", leave)
+    with pytest.raises(SystemExit) as left:
+        run(signalled)
+    assert left.value.code == 143
+    assert capsys.readouterr().err == "ended by SIGTERM\n"
 
 
 def test_help_keeps_the_lines_of_the_description(capsys):
