@@ -60,7 +60,11 @@ def read_meta(folder: Path) -> Meta:
         CorpusError: it is missing, broken, of another version, or lacks a statement.
     """
     path = folder / FILE_NAME
-    if not folder.is_dir():
+    try:
+        is_there = folder.is_dir()
+    except OSError as error:  # too long a name, or a folder above it that may not be entered
+        raise CorpusError(f"cannot read {folder}: {error.strerror}") from None
+    if not is_there:
         raise CorpusError(
             f"{folder}: no such folder of token files: make it with "
             f"python prepare.py --input TEXTS --out_dir {folder}"
@@ -74,7 +78,7 @@ def read_meta(folder: Path) -> Meta:
         ) from None
     except OSError as error:
         raise CorpusError(f"cannot read {path}: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CorpusError(f"{path} is broken ({error}): prepare the texts again") from None
     return _checked(path, found)
 

@@ -4,6 +4,7 @@ No process is started, no GPU needed, nothing read but the data and the run's fo
 written. What cannot be known here is said to be assumed.
 """
 
+import contextlib
 import math
 import os
 from collections.abc import Callable
@@ -139,10 +140,10 @@ def _dtype(config: Config, device: Device) -> str:
 
 def _open_data(folder: str) -> PreparedData | None:
     """The data; None where none has been prepared yet."""
-    if not os.path.exists(folder) or (
-        folder == DEFAULT_DATA_DIR and not os.path.exists(os.path.join(folder, META))
-    ):
-        return None
+    needed = Path(folder, META) if folder == DEFAULT_DATA_DIR else Path(folder)
+    with contextlib.suppress(OSError):  # it cannot be looked at: opening it says why
+        if not needed.exists():
+            return None
     return open_tokens(folder)
 
 

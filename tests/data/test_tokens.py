@@ -1,7 +1,9 @@
 """Token files: which folders are refused, and which windows training reads when."""
 
 import dataclasses
+import errno
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -77,6 +79,18 @@ def test_a_folder_may_have_several_files_a_split(tmp_path):
 def test_a_missing_folder_is_refused_with_the_command_that_makes_it(tmp_path):
     with pytest.raises(CorpusError, match=r"no such folder.*prepare\.py .*--out_dir .*nothing"):
         open_tokens(tmp_path / "nothing")
+
+
+def test_a_folder_that_cannot_be_looked_at_is_refused_with_the_reason(tmp_path, monkeypatch):
+    with pytest.raises(CorpusError, match=r"cannot read .*xxx: File name too long"):
+        open_tokens(tmp_path / ("x" * 300))
+
+    def forbidden(path):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(Path, "is_dir", forbidden)
+    with pytest.raises(CorpusError, match=r"cannot read .*mine: Permission denied"):
+        open_tokens(tmp_path / "mine")
 
 
 @pytest.mark.parametrize("name", ["meta.json", "tokenizer.json", "train.npy", "val.npy"])
