@@ -120,18 +120,24 @@ def _check(config: PrepareConfig) -> None:
 
 def _make_tokenizer(config: PrepareConfig, corpus: Corpus, show_progress: bool) -> Tokenizer:
     if config.tokenizer not in ("bpe", "char"):
-        path = Path(config.tokenizer)
-        if not path.exists():
-            raise CorpusError(
-                f"tokenizer {config.tokenizer}: neither bpe nor char nor an existing tokenizer.json"
-            )
-        return Tokenizer.from_file(path / "tokenizer.json" if path.is_dir() else path)
+        return Tokenizer.from_file(_tokenizer_file(config.tokenizer))
     with _progress(f"learning {config.tokenizer}", corpus, show_progress) as on_bytes:
         pieces = corpus.pieces(ReadingReport(), on_bytes)
         if config.tokenizer == "char":
             return character_tokenizer(pieces)
         sample = spread_sample(pieces, config.tokenizer_sample_mb * 1_000_000)
     return train_bpe(sample, config.vocab_size)
+
+
+def _tokenizer_file(name: str) -> Path:
+    path = Path(name)
+    try:
+        is_there, is_folder = path.exists(), path.is_dir()
+    except OSError as error:  # said here, where it is known whose name cannot be looked at
+        raise CorpusError(f"tokenizer {name} cannot be read: {error.strerror}") from None
+    if not is_there:
+        raise CorpusError(f"tokenizer {name}: neither bpe nor char nor an existing tokenizer.json")
+    return path / "tokenizer.json" if is_folder else path
 
 
 def _describe(config: PrepareConfig, tokenizer: Tokenizer, encoded: Encoded) -> Meta:

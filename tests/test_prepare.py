@@ -147,6 +147,7 @@ def test_a_vocabulary_beyond_16_bits_is_written_in_32(texts, tmp_path, out):
         ({"input": [""]}, "input has an empty name"),
         ({"out_dir": ""}, "out_dir is empty: name a folder"),
         ({"tokenizer": "bpee"}, "tokenizer bpee: neither bpe nor char nor an existing"),
+        ({"tokenizer": "x" * 300}, "tokenizer xxx.* cannot be read: File name too long"),
         ({"val_fraction": 0.5}, r"val_fraction 0\.5 is no share"),
         (
             {"val_fraction": -0.1, "tokenizer_sample_mb": 0},
