@@ -244,8 +244,10 @@ def _open_shard(path: Path, meta: Meta) -> np.ndarray:
         shard = np.load(path, mmap_mode="r", allow_pickle=False)
     except OSError as error:
         raise CorpusError(f"cannot read {path}: {error.strerror or error}") from None
-    except (ValueError, EOFError) as error:
+    except Exception as error:  # numpy's header and zip readers raise of many kinds
         raise CorpusError(f"{path} is broken ({error}): prepare the texts again") from None
+    if not isinstance(shard, np.ndarray):  # an .npz that was renamed
+        raise CorpusError(f"{path} is an archive of arrays, no .npy: prepare the texts again")
     if shard.dtype.name != meta.dtype or shard.ndim != 1:
         raise CorpusError(
             f"{path} holds {shard.dtype.name} of shape {shard.shape}, meta.json says a row of "

@@ -131,6 +131,17 @@ def test_a_table_of_tokens_is_refused(tmp_path):
         open_tokens(folder)
 
 
+def test_an_archive_under_the_name_of_an_array_is_refused(tmp_path):
+    folder = write_tokens(tmp_path / "mine", [1, 2])
+    with open(folder / "train.npy", "wb") as file:
+        np.savez(file, np.array([1, 2], dtype=np.uint16))
+    with pytest.raises(CorpusError, match=r"train\.npy is an archive of arrays"):
+        open_tokens(folder)
+    (folder / "train.npy").write_bytes((folder / "train.npy").read_bytes()[:-30])
+    with pytest.raises(CorpusError, match=r"train\.npy is broken"):
+        open_tokens(folder)
+
+
 def test_another_tokenizer_than_the_one_that_made_the_tokens_is_refused(tmp_path):
     folder = write_tokens(tmp_path / "mine", [1, 2])
     (folder / "tokenizer.json").write_text(character_tokenizer(["xyz"]).to_json())
