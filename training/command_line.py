@@ -108,6 +108,8 @@ def parse_options(
                 options = parser.parse_args(arguments)
     except ArgumentError as error:
         raise CommandLineError(_explain(str(error), names)) from None
+    except RecursionError:  # as of a YAML list that holds itself
+        raise CommandLineError("the value of an option nests too deep, or without end") from None
     return {name: value for name, value in vars(options).items() if name != "config"}
 
 

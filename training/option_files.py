@@ -49,6 +49,10 @@ def _holds_options(path: str, sections: Sequence[type]) -> bool:
     except yaml.YAMLError as error:
         where = " ".join(str(error).replace(f'in "{path}", ', "at ").split())
         raise CommandLineError(f"config {path} is not YAML: {where}") from error
+    except ValueError as error:  # a date that no calendar has
+        raise CommandLineError(f"config {path} is not YAML: {error}") from error
+    except RecursionError as error:
+        raise CommandLineError(f"config {path} nests too deep") from error
     if content is None:
         return False
     if not isinstance(content, dict):

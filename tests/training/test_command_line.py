@@ -177,6 +177,9 @@ def test_a_name_that_other_trainers_use_leads_to_ours():
         (b"\xff\xfe", ["file.yaml is not UTF-8 text"]),
         (b"width: [3\n", ["file.yaml is not YAML", "line 1"]),
         (b"- width\n", ["file.yaml holds no options"]),
+        (b"[" * 3000, ["file.yaml nests too deep"]),
+        (b"width: 2024-13-45\n", ["file.yaml is not YAML: month must be in 1..12"]),
+        (b"other: &itself [*itself]\n", ["nests too deep, or without end"]),
     ],
 )
 def test_a_file_that_holds_no_options_is_named_with_the_reason(tmp_path, content, parts):
