@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from types import NoneType
-from typing import get_args, get_type_hints
+from typing import Any, TextIO, get_args, get_type_hints
 
 import yaml
 
@@ -20,8 +20,8 @@ def without_empty_files(arguments: Sequence[str], sections: Sequence[type]) -> l
         sections: dataclasses of the options.
 
     Raises:
-        CommandLineError: a file that is no YAML of options, or has an option without a value that
-            needs one.
+        CommandLineError: a file that is no YAML of options, or has an option twice, or without a
+            value that needs one.
     """
     left: list[str] = []
     waiting: Iterator[str] = iter(arguments)
@@ -41,7 +41,7 @@ def without_empty_files(arguments: Sequence[str], sections: Sequence[type]) -> l
 def _holds_options(path: str, sections: Sequence[type]) -> bool:
     try:
         with open(path, encoding="utf-8") as file:
-            content = yaml.safe_load(file)
+            content = _load(file)
     except OSError as error:
         raise CommandLineError(f"config {path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -65,3 +65,16 @@ def _holds_options(path: str, sections: Sequence[type]) -> bool:
     is_known = names.issuperset(content)
     # The parser takes a file of nothing but nulls for something else.
     return not (is_known and all(value is None for value in content.values()))
+
+
+def _load(file: TextIO) -> Any:
+    """What yaml.safe_load gives, which takes the last of several values of one name in silence."""
+    loader = yaml.SafeLoader(file)
+    top = loader.get_single_node()
+    if isinstance(top, yaml.MappingNode):
+        names = [name.value for name, _ in top.value]
+        for number, (node, _) in enumerate(top.value):
+            if node.value in names[:number]:
+                twice = f"option {node.value} stands twice, again"
+                raise yaml.MarkedYAMLError(problem=twice, problem_mark=node.start_mark)
+    return None if top is None else loader.construct_document(top)

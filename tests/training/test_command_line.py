@@ -177,6 +177,10 @@ def test_a_name_that_other_trainers_use_leads_to_ours():
         (b"\xff\xfe", ["file.yaml is not UTF-8 text"]),
         (b"width: [3\n", ["file.yaml is not YAML", "line 1"]),
         (b"- width\n", ["file.yaml holds no options"]),
+        (
+            b"width: 3\nrate: 1\nwidth: 4\n",
+            ["file.yaml is not", "width stands twice, again at line 3"],
+        ),
         (b"[" * 3000, ["file.yaml nests too deep"]),
         (b"width: 2024-13-45\n", ["file.yaml is not YAML: month must be in 1..12"]),
         (b"other: &itself [*itself]\n", ["nests too deep, or without end"]),
