@@ -127,6 +127,8 @@ def _write_texts(
 
 
 def _write(text: str) -> None:
+    if sys.stdout is None:
+        raise CommandLineError("the text cannot be written: stdout is closed")
     try:
         sys.stdout.buffer.write(text.encode("utf-8"))
         sys.stdout.buffer.flush()
@@ -161,10 +163,14 @@ def _add_positionals(parser: ArgumentParser) -> None:
 
 def _prompt_text(argument: str) -> str:
     """The prompt that an argument stands for, UTF-8 even where the locale says otherwise."""
+    if argument == "-" and sys.stdin is None:
+        raise CommandLineError("the prompt - is read from stdin, which is closed")
     # An ASCII locale hides the bytes of other characters in surrogates.
     hidden = argument.encode("utf-8", "surrogateescape")
     try:
         return (sys.stdin.buffer.read() if argument == "-" else hidden).decode("utf-8")
+    except OSError as error:  # stdin may be a folder
+        raise CommandLineError(f"the prompt cannot be read from stdin: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise CommandLineError(f"a prompt is not UTF-8: byte {error.start} is wrong") from None
 

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -414,6 +415,27 @@ def test_a_text_that_cannot_be_written_is_a_mistake_in_one_line(monkeypatch, tra
         monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(full))
         with pytest.raises(CommandLineError, match=said):
             main([str(trained.path), "the cat", *GREEDY])
+
+
+def test_a_prompt_that_cannot_be_read_is_a_mistake_in_one_line(monkeypatch, trained, tmp_path):
+    monkeypatch.setattr(sys, "stdin", None)  # as Python has it where stdin is closed
+    with pytest.raises(CommandLineError, match="stdin, which is closed"):
+        main([str(trained.path), "-", *GREEDY])
+
+    def read_a_folder():
+        return os.read(folder, 1)
+
+    folder = os.open(tmp_path, os.O_RDONLY)
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=SimpleNamespace(read=read_a_folder)))
+    with pytest.raises(CommandLineError, match="from stdin: Is a directory"):
+        main([str(trained.path), "-", *GREEDY])
+    os.close(folder)
+
+
+def test_a_text_without_a_place_to_go_is_a_mistake_in_one_line(monkeypatch, trained):
+    monkeypatch.setattr(sys, "stdout", None)
+    with pytest.raises(CommandLineError, match="cannot be written: stdout is closed"):
+        main([str(trained.path), "the cat", *GREEDY])
 
 
 def test_a_checkpoint_argument_is_required():
