@@ -81,6 +81,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _load_model(path: str, device: torch.device) -> tuple[Transformer, Tokenizer]:
+    if not path:
+        raise CommandLineError("the checkpoint's name is empty: name a .pt file")
     verify(Path(path))
     checkpoint = load_checkpoint(path)
     tokenizer = Tokenizer.from_json(checkpoint["tokenizer"])

@@ -441,6 +441,8 @@ def test_a_text_without_a_place_to_go_is_a_mistake_in_one_line(monkeypatch, trai
 def test_a_checkpoint_argument_is_required():
     with pytest.raises(CommandLineError, match="required: checkpoint"):
         main(["--temperature", "0"])
+    with pytest.raises(CommandLineError, match="checkpoint's name is empty"):
+        main([""])
 
 
 class WantsToRunCode:

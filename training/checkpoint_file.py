@@ -179,9 +179,7 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise CheckpointError(f"checkpoint {path} does not exist{_what_is_there(path)}") from None
     except IsADirectoryError:
-        raise CheckpointError(
-            f"{path} is a folder: name a checkpoint in it, or give --out_dir and --resume auto"
-        ) from None
+        raise CheckpointError(f"{path} is a folder{_what_to_name_instead(path)}") from None
     except OSError as error:
         raise CheckpointError(f"checkpoint {path} cannot be read: {error.strerror}") from error
     checkpoint = _read(path)
@@ -245,3 +243,12 @@ def _what_is_there(path: Path) -> str:
         return f": there is no folder {path.parent}"
     others = sorted(other.name for other in path.parent.glob("*.pt"))
     return f"; {path.parent} has {', '.join(others)}" if others else ""
+
+
+def _what_to_name_instead(folder: Path) -> str:
+    """The checkpoint that was probably meant by the folder of a run, or of its checkpoints."""
+    places = (folder, folder / "checkpoints")
+    best = [place / "best.pt" for place in places if (place / "best.pt").is_file()]
+    newest = [path for place in places for _, path in reversed(numbered_checkpoints(place))]
+    found = [*best, *newest, *sorted(folder.glob("*.pt"))]
+    return f": name a checkpoint in it, such as {found[0]}" if found else ", not a checkpoint"

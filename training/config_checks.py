@@ -177,6 +177,9 @@ def _start_problems(run: RunConfig) -> list[str]:
             "init_from starts a new run and resume goes on with one: give one of them, or "
             "init_from with resume auto"
         )
+    for name in ("resume", "init_from"):
+        if getattr(run, name) == "":
+            problems.append(f"{name} is empty: name a checkpoint, or leave it out")
     for name in run.allow_changed:
         if name not in ALLOWABLE:
             problems.append(

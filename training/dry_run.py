@@ -155,9 +155,9 @@ def _resolved(model: ModelConfig, data: PreparedData | None) -> ModelConfig:
 
 def _look_at_checkpoints(config: Config) -> None:
     run = config.run
-    if run.init_from is not None:
+    if run.init_from:
         verify(Path(run.init_from))
-    if run.out_dir:
+    if run.out_dir and run.resume != "":
         RunFolder(run.out_dir, run.keep_checkpoints).look(run.resume, run.overwrite)
 
 

@@ -182,8 +182,16 @@ def test_a_missing_checkpoint_is_named_with_what_is_there(tmp_path):
     assert "ckpt.pt" in message
 
 
-def test_a_folder_is_no_checkpoint_and_the_answer_says_what_to_type(tmp_path):
-    assert "is a folder: name a checkpoint in it" in refused(tmp_path)
+def test_a_folder_is_no_checkpoint_and_the_answer_says_which_file_to_name(tmp_path):
+    checkpoints = tmp_path / "checkpoints"
+    checkpoints.mkdir()
+    for folder in (tmp_path, checkpoints):
+        assert refused(folder) == f"{folder} is a folder, not a checkpoint"
+    for name in ("other.pt", "ckpt_00000005.pt", "ckpt_00000010.pt", "best.pt"):
+        (checkpoints / name).touch()
+        advice = f" is a folder: name a checkpoint in it, such as {checkpoints / name}"
+        assert refused(checkpoints).endswith(advice)
+    assert refused(tmp_path).endswith(advice)
 
 
 def test_a_truncated_checkpoint_is_refused(tmp_path):

@@ -108,6 +108,11 @@ def test_a_run_starts_from_one_thing_alone():
     assert "exclude each other" in problems_of("--resume", "auto", "--overwrite")
 
 
+@pytest.mark.parametrize("name", ["resume", "init_from"])
+def test_a_checkpoint_without_a_name_is_refused(name):
+    assert problems_of(f"--{name}", "") == f"{name} is empty: name a checkpoint, or leave it out"
+
+
 def test_a_misspelt_name_of_what_may_change_is_answered_with_the_nearest_one(tmp_path):
     flag = problems_of("--allow_changed", "seed", "batchsize", "lr_max", "--max_minutes", "0")
     assert "allow_changed does not know batchsize; did you mean batch_size? (it knows seed" in flag

@@ -133,6 +133,7 @@ def test_every_problem_is_told_at_once_with_what_would_work(said, tmp_path):
     assert len(both) == 2
     assert "cannot use out_dir xxx" in problems(said, out_dir="x" * 300)[0]
     assert "a_file" in problems(said, data_dir=out_dir)[0]
+    assert len(problems(said, resume="")) == len(problems(said, init_from="")) == 1
     assert "xxx: File name too long" in problems(said, data_dir="x" * 300)[0]
     assert "epochs is inf" in problems(said, epochs="1e400")[0]
     assert "muon_lr is inf" in problems(said, muon_lr="1e400")[0]
