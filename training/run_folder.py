@@ -61,12 +61,15 @@ class RunFolder:
         self._lock: IO[str] | None = None
         self._agents: Sequence[str] = ()
 
-    def enter(self, resume: str | None, agents: Sequence[str]) -> tuple[str | None, bool]:
+    def enter(
+        self, resume: str | None, agents: Sequence[str], init_from: str | None = None
+    ) -> tuple[str | None, bool]:
         """Let no other run use the folder as long as this process lives, and choose a checkpoint.
 
         Args:
             resume: of the options.
             agents: `run_lock.agent()` of every rank.
+            init_from: of the options; not looked at where the folder may hold what wins over it.
 
         Returns:
             The checkpoint to go on from, or None for a fresh start; and whether the run before was
@@ -77,8 +80,8 @@ class RunFolder:
             CheckpointError: the given checkpoint, or every one in the folder, cannot be read.
         """
         given = None if resume == "auto" else resume
-        if given is not None and not self.path.exists():
-            verify(Path(given))  # before a folder is made for a misspelt name
+        if not os.path.exists(self.path) and (needed := given or init_from):
+            verify(Path(needed))  # before a folder is made for a misspelt name
         self._lock = run_lock.lock(self.path)
         self._agents = agents
         is_restarted = run_lock.is_same_launch(self._lock, agents)

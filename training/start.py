@@ -37,7 +37,8 @@ def resume_or_start(job: Job, schedule: ScheduleConfig) -> None:
     config, folder, world = job.config.run, job.folder, job.world
     agents = all_gather_objects(agent())
     is_measured_anew = False
-    path, is_restarted = world.on_rank_zero(partial(folder.enter, config.resume, agents))
+    enter = partial(folder.enter, config.resume, agents, config.init_from)
+    path, is_restarted = world.on_rank_zero(enter)
     if path is not None:
         saved = load_alike(path)
         resume.check(

@@ -12,7 +12,7 @@ import pytest
 
 from tests.harness import ROOT
 from training import run_lock
-from training.checkpoint_file import FORMAT_VERSION, checkpoint_path, save
+from training.checkpoint_file import FORMAT_VERSION, CheckpointError, checkpoint_path, save
 from training.command_line import CommandLineError
 from training.run_folder import RunFolder
 
@@ -135,6 +135,21 @@ def test_a_launch_that_was_started_anew_needs_no_more_what_it_began_with(tmp_pat
     folder._lock.close()
     again = checkpointless(tmp_path / "run")
     assert again.enter(str(begun_with), ["me"]) == (str(later), True)
+
+
+@pytest.mark.parametrize("options", [{"resume": "typo.pt"}, {"init_from": "typo.pt"}])
+def test_no_folder_is_made_for_a_checkpoint_that_is_not_there(tmp_path, monkeypatch, options):
+    monkeypatch.chdir(tmp_path)
+    for resume in (None, "auto"):
+        with pytest.raises(CheckpointError, match=r"typo\.pt does not exist"):
+            checkpointless(tmp_path / "run").enter(**{"resume": resume, "agents": [], **options})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_whose_name_is_too_long_is_refused_by_its_name(tmp_path):
+    begun_with = written(checkpointless(tmp_path), 5)
+    with pytest.raises(CommandLineError, match=r"cannot use out_dir .*xxx"):
+        checkpointless(tmp_path / ("x" * 300)).enter(str(begun_with), [])
 
 
 def test_what_was_set_aside_is_deleted_by_overwrite_alone(tmp_path):
