@@ -42,7 +42,7 @@ from training.checkpoint_writer import CheckpointWriter
 from training.command_line import run
 from training.compiling import compile_blocks
 from training.config import DEFAULT_DATA_DIR, Config, ScheduleConfig, load_config
-from training.config_checks import check
+from training.config_checks import check, check_timeout
 from training.dry_run import dry_run
 from training.evaluate import evaluate
 from training.garbage import collect_when_due, collected_by_hand, set_start_apart
@@ -75,6 +75,7 @@ def main() -> None:
     config = load_config(__doc__ or "")
     if config.planned.dry_run:
         return dry_run(config)
+    check_timeout(config.device.timeout_seconds)
     keep_freed_memory()  # before there are threads with heaps of their own
     world = init_process_group(
         config.device.backend, config.device.device, config.device.timeout_seconds

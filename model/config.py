@@ -7,6 +7,17 @@ from typing import Any
 # Matrix products run at full speed when their sides are multiples of this on every device that we
 # know of, so the sides that nobody chooses for their exact value are rounded up to it.
 EFFICIENT_MULTIPLE = 64
+# Far above any model that was trained so far: what is larger is a slip, better told at once than
+# by an allocator, or by nothing for as long as it takes to reckon with.
+LARGEST = {
+    "d_model": 2**18,
+    "num_layers": 2**12,
+    "num_heads": 2**17,
+    "num_kv_heads": 2**17,
+    "d_ff": 2**20,
+    "max_seq_len": 2**24,
+    "vocab_size": 2**24,
+}
 
 
 class ModelConfigError(ValueError):
@@ -77,6 +88,11 @@ class ModelConfig:
             f"{name} is {getattr(self, name)}, it must be at least 1"
             for name in counts
             if getattr(self, name) < 1
+        ]
+        problems += [
+            f"{name} is {getattr(self, name)}, it must be at most {most:,}"
+            for name, most in LARGEST.items()
+            if getattr(self, name) > most
         ]
         # What divides what can be asked of positive numbers only.
         problems += [] if problems else self._misfits()

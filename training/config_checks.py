@@ -12,6 +12,12 @@ from training.command_line import CommandLineError, did_you_mean
 from training.config import Config, DataConfig, DryRunConfig, RunConfig, learning_rate_for
 from training.resume import ALLOWABLE
 
+# No device holds what backward needs of so many tokens, and a dry run would count for ever.
+MOST_TOKENS_AT_ONCE = 2**24
+# No run counts so far, while Python's integers go on to where they are no floats any more.
+MOST_STEPS = 2**40
+LONGEST_TIMEOUT = 365 * 24 * 3600.0
+
 
 def check(config: Config, world_size: int) -> None:
     """Refuse what cannot work, all problems in one message.
@@ -46,6 +52,16 @@ def check(config: Config, world_size: int) -> None:
     counts = (world_size, data.batch_size, data.gradient_accumulation_steps)
     if min(counts) > 0 and data.batch_size % (world_size * data.gradient_accumulation_steps):
         problems.append(_indivisible_batch(data, world_size))
+    elif min(counts) > 0:
+        problems += _too_many_tokens(config, world_size)
+    problems += _above(
+        MOST_STEPS,
+        iterations=schedule.iterations,
+        warmup_iters=schedule.warmup_iters or 0,
+        cos_cycle_iters=schedule.cos_cycle_iters or 0,
+        decay_iters=schedule.decay_iters or 0,
+        gradient_accumulation_steps=data.gradient_accumulation_steps,
+    )
     if schedule.epochs is not None and not 0 < schedule.epochs < math.inf:
         problems.append(f"epochs is {schedule.epochs}, it must be a number above 0")
     problems += _infinite(
@@ -81,15 +97,23 @@ def check(config: Config, world_size: int) -> None:
         problems.append("param_dtype bfloat16 goes with dtype bfloat16 or float32, not float16")
     if optimizer.spike_factor and not optimizer.spike_factor > 1:
         problems.append(f"spike_factor is {optimizer.spike_factor}, it must be above 1, or 0: off")
-    timeout = config.device.timeout_seconds
-    if not (timeout > 0 and math.isfinite(timeout)):
-        problems.append(f"timeout_seconds is {timeout}, it must be a positive number of seconds")
+    problems += _timeout_problems(config.device.timeout_seconds)
     if run.max_minutes is not None and not run.max_minutes > 0:
         problems.append(f"max_minutes is {run.max_minutes}, it must be above 0")
     problems += _start_problems(run)
     problems += _dry_run_problems(config.planned)
     if problems:
         raise CommandLineError("; ".join(problems))
+
+
+def check_timeout(seconds: float) -> None:
+    """Refuse a time-out that cannot be waited for; before `check`, as the processes meet with it.
+
+    Raises:
+        CommandLineError: it is none, or longer than a year.
+    """
+    if problems := _timeout_problems(seconds):
+        raise CommandLineError(problems[0])
 
 
 def with_length(config: Config, num_windows: int, iteration: int = 0, samples: int = 0) -> Config:
@@ -109,6 +133,10 @@ def with_length(config: Config, num_windows: int, iteration: int = 0, samples: i
     if schedule.epochs is not None:
         # Rounded up, so that no window is missed: the last batch reaches into the next epoch. But
         # 0.1 x 30 is above 3 by rounding alone, and is no reason for another step.
+        if not schedule.epochs * num_windows / config.data.batch_size <= MOST_STEPS:
+            raise CommandLineError(
+                f"epochs is {schedule.epochs}, which is more than {MOST_STEPS:,} steps: use fewer"
+            )
         wanted = math.ceil(round(schedule.epochs * num_windows, 6))
         total = iteration + max(0, -(-(wanted - samples) // config.data.batch_size))
     warmup = total // 10 if schedule.warmup_iters is None else schedule.warmup_iters
@@ -144,6 +172,14 @@ def _below(least: int, **values: float) -> list[str]:
     ]
 
 
+def _above(most: int, **values: float) -> list[str]:
+    return [
+        f"{name} is {value}, it must be at most {most:,}"
+        for name, value in values.items()
+        if value > most
+    ]
+
+
 def _infinite(**values: float | None) -> list[str]:
     return [
         f"{name} is {value}, it must be finite"
@@ -161,6 +197,25 @@ def _indivisible_batch(data: DataConfig, world_size: int) -> str:
         f"batch_size {data.batch_size} does not divide by {world_size} processes "
         f"x {steps} accumulation steps: use {fitting}"
     )
+
+
+def _too_many_tokens(config: Config, world_size: int) -> list[str]:
+    size, context = config.data.batch_size, config.model.max_seq_len
+    tokens = config.micro_batch_size(world_size) * context
+    if tokens <= MOST_TOKENS_AT_ONCE:
+        return []
+    return [
+        f"batch_size {size} x max_seq_len {context} are {tokens} tokens that a process computes at "
+        f"once, more than {MOST_TOKENS_AT_ONCE:,}: use less, or more gradient_accumulation_steps"
+    ]
+
+
+def _timeout_problems(seconds: float) -> list[str]:
+    if 0 < seconds <= LONGEST_TIMEOUT:
+        return []
+    return [
+        f"timeout_seconds is {seconds}, it must be a positive number of seconds, a year at most"
+    ]
 
 
 def _start_problems(run: RunConfig) -> list[str]:

@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 
-from model.config import PRESETS, ModelConfig, ModelConfigError
+from model.config import LARGEST, PRESETS, ModelConfig, ModelConfigError
 from model.transformer import Transformer
 
 
@@ -35,6 +35,12 @@ def test_what_is_given_is_kept():
 @pytest.mark.parametrize("value", [0, -3])
 def test_a_count_below_one_is_named(name, value):
     assert f"{name} is {value}, it must be at least 1" in problem_with(**{name: value})
+
+
+@pytest.mark.parametrize("name", LARGEST)
+def test_a_size_beyond_any_model_is_named(name):
+    # Even: such a width is asked for its divisors only once it is a width.
+    assert f"{name} is 99999999998, it must be at most" in problem_with(**{name: 99999999998})
 
 
 @pytest.mark.parametrize(

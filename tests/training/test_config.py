@@ -1,5 +1,6 @@
 """The configuration of a run: what follows from what, and what is refused."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import yaml
 
 from training.command_line import CommandLineError
 from training.config import Config, load_config, write_config
-from training.config_checks import check, with_length
+from training.config_checks import check, check_timeout, with_length
 from training.resume import ALLOWABLE
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -84,6 +85,40 @@ def test_all_problems_stand_in_one_message():
 )
 def test_a_value_without_meaning_is_named(name, value):
     assert name in problems_of(f"--{name}", value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("batch_size", "99999999999"),
+        ("iterations", f"1{'0' * 400}"),
+        ("decay_iters", "99999999999999"),
+        ("gradient_accumulation_steps", "99999999999999"),
+        ("timeout_seconds", "1e300"),
+    ],
+)
+def test_a_number_beyond_all_use_is_refused_by_name(name, value):
+    assert f"{name} " in problems_of(f"--{name}", value)
+
+
+def test_a_batch_too_large_for_one_process_may_be_cut_in_parts():
+    argv = ["--batch_size", str(2**20), "--max_seq_len", "1024"]
+    assert "1073741824 tokens that a process computes at once" in problems_of(*argv)
+    check(config_of(*argv, "--gradient_accumulation_steps", "64"), 1)
+    check(config_of(*argv), 64)
+
+
+@pytest.mark.parametrize("seconds", [1e300, math.inf, math.nan, 0.0])
+def test_a_timeout_that_nobody_can_wait_for_is_refused_before_processes_meet(seconds):
+    with pytest.raises(CommandLineError, match=r"timeout_seconds is .* a year at most"):
+        check_timeout(seconds)
+    check_timeout(24 * 3600.0)
+
+
+@pytest.mark.parametrize("epochs", ["1e300", "1e308"])
+def test_epochs_beyond_all_steps_are_refused(epochs):
+    with pytest.raises(CommandLineError, match=r"epochs is 1e\+30.* steps: use fewer"):
+        with_length(config_of("--epochs", epochs), 10**6)
 
 
 @pytest.mark.parametrize(
