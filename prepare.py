@@ -22,7 +22,7 @@ from data.corpus import Corpus, ReadingReport
 from data.encode import Encoded, encode_corpus
 from data.errors import CorpusError, FolderExistsError
 from data.meta import FILE_NAME as META
-from data.meta import Meta, write_meta
+from data.meta import IDS_OF, Meta, write_meta
 from data.new_folder import new_folder
 from data.sample import spread_sample
 from data.token_writer import token_dtype
@@ -31,8 +31,7 @@ from training.command_line import build, parse_options, run
 from training.console import say
 from training.termination import signals_raised
 
-# Entries of a vocabulary; no model uses a tenth of them, and many more would not fit into memory.
-MOST_ENTRIES = 2**24
+MOST_ENTRIES = max(IDS_OF.values())
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,9 @@ from data.errors import CorpusError
 
 FILE_NAME = "meta.json"
 FORMAT_VERSION = 1
+# Entries of a vocabulary by its ids' type; no model uses a tenth of the larger number, and many
+# more would not fit into memory.
+IDS_OF = {"uint16": 2**16, "uint32": 2**24}
 
 
 @dataclass(frozen=True)
@@ -101,4 +104,11 @@ def _checked(path: Path, found: Any) -> Meta:
             raise CorpusError(
                 f"{path} has a wrong {name}, {found[name]!r}: prepare the texts again"
             )
-    return Meta(**{name: value for name, value in found.items() if name in known})
+    meta = Meta(**{name: value for name, value in found.items() if name in known})
+    most = IDS_OF.get(meta.dtype, IDS_OF["uint32"])
+    if not 0 < meta.vocab_size <= most:
+        raise CorpusError(
+            f"{path} has a wrong vocab_size, {meta.vocab_size}, of ids in {meta.dtype}: "
+            "prepare the texts again"
+        )
+    return meta

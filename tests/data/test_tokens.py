@@ -172,6 +172,9 @@ def test_large_files_are_checked_in_blocks_the_last_one_included(tmp_path, monke
         ("format_version", 99, "has format_version 99, this program reads 1"),
         ("vocab_size", None, "does not say vocab_size"),
         ("vocab_size", "ten", "has a wrong vocab_size, 'ten'"),
+        ("vocab_size", 99999999999, "has a wrong vocab_size, 99999999999, of ids in uint16"),
+        ("vocab_size", 2**16 + 1, "has a wrong vocab_size, 65537, of ids in uint16"),
+        ("vocab_size", 0, "has a wrong vocab_size, 0"),
     ],
 )
 def test_statements_that_cannot_be_understood_are_refused(tmp_path, name, value, reason):
