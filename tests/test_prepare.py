@@ -209,6 +209,8 @@ def test_the_default_corpus_may_have_been_finished_by_another_job(out, monkeypat
         ("--input a.txt b/", {"input": ["a.txt", "b/"]}),
         ("--input a.txt --vocab_size 9 --input=b/", {"input": ["a.txt", "b/"], "vocab_size": 9}),
         ("--input [a.txt,b/]", {"input": ["a.txt", "b/"]}),
+        ("--input [1].txt [x", {"input": ["[1].txt", "[x"]}),
+        ("--input=[1].txt", {"input": ["[1].txt"]}),
         ("--input 1 null", {"input": ["1", "null"]}),
         ("--config more.yaml --input a.txt", {"input": ["a.txt"], "overwrite": True}),
         ("--config more.yaml", {"input": ["x", "y"], "overwrite": True}),

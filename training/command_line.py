@@ -198,7 +198,7 @@ def _spell_out(arguments: Sequence[str], sections: Sequence[type]) -> list[str]:
             listed = [value] if equals else list(itertools.takewhile(_is_value, waiting))
             # An ASCII locale hides other characters in surrogates, which YAML does not take.
             readable = [os.fsencode(word).decode("utf-8", "surrogateescape") for word in listed]
-            if listed and not listed[0].startswith("["):
+            if listed and not (listed[0].startswith("[") and listed[0].endswith("]")):
                 argument = f"{flag}{'+' * (flag in lists_seen)}={json.dumps(readable)}"
                 del waiting[: 0 if equals else len(listed)]
                 lists_seen.add(flag)
