@@ -299,8 +299,7 @@ class DDP(nn.Module):
             if ddp is None:
                 return
             reducer, index = ddp._places[key]
-            reducer.take(index)
-            if ddp._syncing and reducer.mark_ready(index):
+            if reducer.take(index, is_complete=ddp._syncing):
                 ddp._send_while(Reducer.is_complete)
 
         parameter.grad_memory = GradMemory(self.memory_for)  # type: ignore[attr-defined]

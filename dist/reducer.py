@@ -53,7 +53,9 @@ class Reducer:
         self._wire_dtype = wire_dtype if narrows and not bucket.dtype.is_complex else None
         self._buffer: Tensor | None = None
         self._views: list[Tensor] = []
-        self._views_of: dict[int, list[Tensor]] = {}  # by the buffer's address
+        self._addresses: list[int] = []  # of the views
+        # By the buffer's address.
+        self._views_of: dict[int, tuple[list[Tensor], list[int]]] = {}
         self._is_frozen = not any(parameter.requires_grad for parameter in bucket.parameters)
         self._ready = [False] * len(bucket.parameters)
         self._is_lent = [False] * len(bucket.parameters)
@@ -95,12 +97,21 @@ class Reducer:
         # Autograd keeps a gradient as it is, and does not copy it, if nobody else knows the tensor.
         return self._views[index].detach()
 
-    def take(self, index: int) -> None:
+    def take(self, index: int, is_complete: bool) -> bool:
         """Make a parameter's gradient a view of the buffer, whoever made it.
 
+        Args:
+            index: of the parameter.
+            is_complete: nothing will be added before it is sent.
+
+        Returns:
+            Whether all of the bucket is complete now.
+
         Raises:
-            RuntimeError: the bucket has been sent in this sync.
+            RuntimeError: the bucket has been sent in this sync, or the gradient already was
+                complete.
         """
+        # All of it in one method: what is run for every parameter costs by the line.
         if self.sent:
             self.bucket.parameters[index].grad = None  # a piece too late is no gradient
             raise RuntimeError(SECOND_BACKWARD)
@@ -109,17 +120,12 @@ class Reducer:
         parameter, view = self.bucket.parameters[index], self._views[index]
         gradient = parameter.grad
         if gradient is not None and gradient is not view:
-            if gradient.data_ptr() != view.data_ptr():
+            if gradient.data_ptr() != self._addresses[index]:
                 view.copy_(gradient.detach() if gradient.requires_grad else gradient)
             parameter.grad = view
         self._is_lent[index] = False
-
-    def mark_ready(self, index: int) -> bool:
-        """Note that a gradient is complete; whether the bucket is.
-
-        Raises:
-            RuntimeError: the gradient already was, in this sync.
-        """
+        if not is_complete:
+            return False
         if self._ready[index]:
             raise RuntimeError(SECOND_BACKWARD)
         if self._num_ready == 0:
@@ -138,25 +144,24 @@ class Reducer:
         if self._buffer is None:
             self._borrow_buffer()
         assert self._buffer is not None
-        parameters = self.bucket.parameters
         has_gradient = []
-        for parameter, view in zip(parameters, self._views, strict=True):
+        for parameter, view in zip(self.bucket.parameters, self._views, strict=True):
             gradient = parameter.grad
             has_gradient.append(gradient is not None)
             if gradient is None:
                 view.zero_()
-            elif gradient is not view:  # a frozen parameter's, or set by hand: no hook took it
+                continue
+            if gradient is not view:  # a frozen parameter's, or set by hand: no hook took it
                 view.copy_(gradient)
+            # Until the average is there, nobody has a gradient: a backward too many would add to
+            # what is being sent, and an optimizer would step with it.
+            parameter.grad = None
         if self._wire_dtype is not None:
             self._wire = self._collectives.new_buffer(
                 self._buffer.numel(), self._wire_dtype, self._buffer.device
             )
             self._wire.copy_(self._buffer)
         on_its_way = self._buffer if self._wire is None else self._wire
-        # Until the average is there, nobody has a gradient: a backward too many would add to what
-        # is being sent, and an optimizer would step with it.
-        for parameter in parameters:
-            parameter.grad = None
         if self.scatter:
             if self._wire is not None:
                 self._collectives.recycle(self._buffer)
@@ -194,9 +199,10 @@ class Reducer:
                 self.bucket.parameters, self._views, used, strict=True
             ):
                 # A parameter frozen on this rank alone would break the replicas: it takes part.
-                gradient = view if is_used else None
-                if parameter.grad is not gradient:
-                    parameter.grad = gradient
+                if is_used:
+                    parameter.grad = view
+                elif parameter.grad is not None:  # set by hand since it was sent
+                    parameter.grad = None
             self.used = used
             self._wire = None
         self._ready = [False] * len(self._ready)
@@ -255,5 +261,7 @@ class Reducer:
         buffer = self._collectives.new_buffer(bucket.padded_numel, bucket.dtype, bucket.device)
         # Making a view takes longer than all else that a small gradient costs: make it once.
         if buffer.data_ptr() not in self._views_of:
-            self._views_of[buffer.data_ptr()] = bucket.views(buffer)
-        self._buffer, self._views = buffer, self._views_of[buffer.data_ptr()]
+            views = bucket.views(buffer)
+            self._views_of[buffer.data_ptr()] = views, [view.data_ptr() for view in views]
+        self._buffer = buffer
+        self._views, self._addresses = self._views_of[buffer.data_ptr()]

@@ -138,10 +138,10 @@ def gradients_that_come():
     ddp: Any = DDP(Scales())
     lie_there, take = [], Reducer.take
 
-    def watch(self: Any, index: int) -> None:
+    def watch(self: Any, index: int, is_complete: bool) -> bool:
         place = self.bucket.parameters[index].grad.data_ptr()
         lie_there.append(place == self._views[index].data_ptr() if self._views else False)
-        take(self, index)
+        return take(self, index, is_complete)
 
     with mock.patch.object(Reducer, "take", watch):
         for step in range(2):
