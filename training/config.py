@@ -215,6 +215,11 @@ class Config:
             lines += textwrap.wrap(title + values, width=100, subsequent_indent="    ")
         return lines
 
+    def highest_lr(self) -> float:
+        """`lr_max`, or where that is left open the one for the model's width."""
+        lr_max = self.schedule.lr_max
+        return learning_rate_for(self.model.d_model) if lr_max is None else lr_max
+
     def micro_batch_size(self, world_size: int) -> int:
         """Sequences in one forward pass of one process."""
         return self.data.batch_size // (world_size * self.data.gradient_accumulation_steps)

@@ -9,7 +9,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from training.command_line import CommandLineError, did_you_mean
-from training.config import Config, DataConfig, DryRunConfig, RunConfig, learning_rate_for
+from training.config import Config, DataConfig, DryRunConfig, RunConfig
 from training.resume import ALLOWABLE
 
 # No device holds what backward needs of so many tokens, and a dry run would count for ever.
@@ -71,9 +71,7 @@ def check(config: Config, world_size: int) -> None:
         weight_decay=optimizer.weight_decay,
         eps=optimizer.eps,
     )
-    lr_max = schedule.lr_max
-    if lr_max is None:
-        lr_max = learning_rate_for(config.model.d_model)
+    lr_max = config.highest_lr()
     if schedule.lr_min is not None and schedule.lr_min > lr_max:
         problems.append(f"lr_min {schedule.lr_min} is above lr_max {lr_max}")
     if not run.out_dir:
@@ -142,9 +140,7 @@ def with_length(config: Config, num_windows: int, iteration: int = 0, samples: i
     warmup = total // 10 if schedule.warmup_iters is None else schedule.warmup_iters
     cycle = max(total, warmup) if schedule.cos_cycle_iters is None else schedule.cos_cycle_iters
     decay = 4 * total // 10 if schedule.decay_iters is None else schedule.decay_iters
-    lr_max = schedule.lr_max
-    if lr_max is None:
-        lr_max = learning_rate_for(config.model.d_model)
+    lr_max = config.highest_lr()
     lr_min = lr_max / 10 if schedule.lr_min is None else schedule.lr_min
     if schedule.schedule == "cosine" and cycle < warmup:
         raise CommandLineError(f"cos_cycle_iters {cycle} ends within warmup_iters {warmup}")

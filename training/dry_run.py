@@ -23,7 +23,7 @@ from model.config import ModelConfig, ModelConfigError
 from model.transformer import Transformer
 from training.checkpoint_file import CheckpointError, verify
 from training.command_line import CommandLineError
-from training.config import DEFAULT_DATA_DIR, Config, learning_rate_for
+from training.config import DEFAULT_DATA_DIR, Config
 from training.config_checks import check, with_length
 from training.console import say
 from training.hardware import PEAK_16_BIT_FLOPS, devices_called, resolve_dtype
@@ -173,10 +173,7 @@ def _with_length(config: Config, data: PreparedData | None) -> tuple[Config, flo
         config, windows, _ = make_windows(config, data)
         return config, epochs(config, windows, data.train.num_tokens)
     if config.schedule.epochs is not None:  # of an unknown number of steps
-        lr_max = config.schedule.lr_max
-        if lr_max is None:
-            lr_max = learning_rate_for(config.model.d_model)
-        schedule = replace(config.schedule, lr_max=lr_max)
+        schedule = replace(config.schedule, lr_max=config.highest_lr())
         return replace(config, schedule=schedule), schedule.epochs
     return with_length(config, num_windows=1), None
 

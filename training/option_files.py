@@ -41,7 +41,7 @@ def without_empty_files(arguments: Sequence[str], sections: Sequence[type]) -> l
 def _holds_options(path: str, sections: Sequence[type]) -> bool:
     try:
         with open(path, encoding="utf-8") as file:
-            content = _load(file)
+            content = _load(file, path)
     except OSError as error:
         raise CommandLineError(f"config {path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -67,7 +67,7 @@ def _holds_options(path: str, sections: Sequence[type]) -> bool:
     return not (is_known and all(value is None for value in content.values()))
 
 
-def _load(file: TextIO) -> Any:
+def _load(file: TextIO, path: str) -> Any:
     """What yaml.safe_load gives, which takes the last of several values of one name in silence."""
     loader = yaml.SafeLoader(file)
     top = loader.get_single_node()
@@ -75,6 +75,8 @@ def _load(file: TextIO) -> Any:
         names = [name.value for name, _ in top.value]
         for number, (node, _) in enumerate(top.value):
             if node.value in names[:number]:
-                twice = f"option {node.value} stands twice, again"
-                raise yaml.MarkedYAMLError(problem=twice, problem_mark=node.start_mark)
+                line = node.start_mark.line + 1
+                raise CommandLineError(
+                    f"config {path}: option {node.value} stands twice, again at line {line}"
+                )
     return None if top is None else loader.construct_document(top)

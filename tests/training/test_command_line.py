@@ -179,7 +179,7 @@ def test_a_name_that_other_trainers_use_leads_to_ours():
         (b"- width\n", ["file.yaml holds no options"]),
         (
             b"width: 3\nrate: 1\nwidth: 4\n",
-            ["file.yaml is not", "width stands twice, again at line 3"],
+            ["file.yaml: option width stands twice, again at line 3"],
         ),
         (b"[" * 3000, ["file.yaml nests too deep"]),
         (b"width: 2024-13-45\n", ["file.yaml is not YAML: month must be in 1..12"]),
