@@ -37,6 +37,10 @@ MESSAGE = struct.Struct("<4Q")
 LARGEST_SEND_BUFFER = 2**21
 # Half of what a process can address: all ranks' memory together is mapped to no more.
 LARGEST_ADDRESS_SPACE = 2**46
+# Bytes. Most systems give shared memory small pages, unless asked for each stretch (Linux 6.1):
+# looking up their addresses takes a fifth to a third of the time that a bucket is read in.
+HUGE_PAGE = 2**21
+MADV_COLLAPSE = 25
 # All ranks are there and listen when links are made: who does not answer now never will.
 LINK_TIMEOUT_SECONDS = 30.0
 
@@ -105,11 +109,15 @@ class SharedMemory:
         Raises:
             MemoryError: this rank has been given more than the machine has.
         """
-        start = self._num_used
-        size = len(self._memories[self.rank])
+        unit = HUGE_PAGE if nbytes >= HUGE_PAGE else mmap.PAGESIZE
+        start = -(-self._num_used // unit) * unit
+        memory = self._memories[self.rank]
+        size = len(memory) - HUGE_PAGE  # another rank may have mapped that much less
         if start + nbytes > size:
             raise MemoryError(f"{nbytes} bytes after {start}: the machine has {size}")
-        self._num_used += -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._num_used = start + -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        if nbytes >= HUGE_PAGE:
+            _ask_for_huge_pages(memory, start, nbytes // HUGE_PAGE * HUGE_PAGE)
         return start, self.part_of(self.rank, start, nbytes)
 
     def part_of(self, rank: int, start: int, nbytes: int) -> Tensor:
@@ -330,8 +338,20 @@ def _receive_from(link: socket.socket) -> int:
 
 
 def _map(descriptor: int) -> mmap.mmap:
-    """All of a memory file."""
-    memory = mmap.mmap(descriptor, os.fstat(descriptor).st_size)
-    with contextlib.suppress(OSError, AttributeError):
-        memory.madvise(mmap.MADV_HUGEPAGE)  # fewer page faults, where the kernel allows it
+    """A memory file, but for less than a huge page at its end, from where a huge page can begin."""
+    size = os.fstat(descriptor).st_size
+    memory = mmap.mmap(descriptor, size)
+    beyond = torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr() % HUGE_PAGE
+    if beyond:
+        # The kernel fills the address space from above: what is shorter begins that much higher.
+        memory.close()
+        memory = mmap.mmap(descriptor, size - (HUGE_PAGE - beyond))
     return memory
+
+
+def _ask_for_huge_pages(memory: mmap.mmap, start: int, nbytes: int) -> None:
+    """Let memory that nobody has used yet consist of huge pages, if the kernel can do that."""
+    for page in range(start, start + nbytes, HUGE_PAGE):
+        memory[page] = 0  # it makes no page where there is none
+    with contextlib.suppress(OSError):
+        memory.madvise(MADV_COLLAPSE, start, nbytes)
