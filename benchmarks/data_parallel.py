@@ -45,7 +45,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     )
     flags.add_argument("--ranks", type=int, default=2, help="processes (default 2)")
     flags.add_argument("--threads", type=int, default=1, help="of each process (default 1)")
-    flags.add_argument("--rounds", type=int, default=15, help="counted (default 15)")
+    flags.add_argument("--rounds", type=int, default=25, help="counted (default 25)")
     flags.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
     flags.add_argument("--vocab_size", type=int, default=4096)
     flags.add_argument("--num_layers", type=int, default=8)

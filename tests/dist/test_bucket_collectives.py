@@ -30,7 +30,14 @@ from dist.collectives import (
     world_size,
 )
 from dist.gloo_collectives import GlooCollectives
-from dist.shared_memory import LostRankError, SharedMemory, answer, call, listen
+from dist.shared_memory import (
+    HUGE_PAGE,
+    LostRankError,
+    SharedMemory,
+    answer,
+    call,
+    listen,
+)
 from dist.shared_memory_collectives import MOST_UNREAD, SharedMemoryCollectives
 from tests.dist.helpers import draw, fingerprint
 from tests.harness import run_distributed
@@ -548,6 +555,34 @@ def linked():
     links |= answer(listener, names, rank(), timeout_seconds())
     listener.close()
     return SharedMemory(rank(), links, timeout_seconds())
+
+
+def pieces_of_all_sizes():
+    """Sizes from below to above a huge page's; every rank's are seen by the others as written."""
+    memory = linked()
+    sizes = [5000, HUGE_PAGE, 100, 3 * HUGE_PAGE + 1, HUGE_PAGE - 1, 2 * HUGE_PAGE]
+    starts = []
+    for number, nbytes in enumerate(sizes):
+        start, piece = memory.allocate(nbytes)
+        assert len(piece) == nbytes
+        assert not piece.any()
+        piece.fill_(10 * rank() + number)
+        starts.append(start)
+    torch_dist.barrier()
+    for number, (start, nbytes) in enumerate(zip(starts, sizes, strict=True)):
+        for other in range(world_size()):
+            assert (memory.part_of(other, start, nbytes) == 10 * other + number).all()
+    with pytest.raises(MemoryError):
+        memory.allocate(2**60)
+    return [
+        start % HUGE_PAGE
+        for start, nbytes in zip(starts, sizes, strict=True)
+        if nbytes >= HUGE_PAGE
+    ]
+
+
+def test_large_pieces_of_memory_begin_where_huge_pages_can():
+    assert run_distributed(pieces_of_all_sizes, 3, timeout=20) == [[0, 0, 0]] * 3
 
 
 MESSAGES = 20_000  # several times as many as a socket holds
