@@ -14,6 +14,7 @@ import torch
 import torch.distributed as torch_dist
 from torch import Tensor
 
+from dist import huge_pages
 from dist.wait_time import WaitTime
 
 # Large enough to use the link fully, small enough not to double the memory of a model.
@@ -111,7 +112,7 @@ class BufferPool:
                 del self._free[place]
                 break
         else:
-            memory = torch.empty(numel, dtype=dtype, device=device)
+            memory = huge_pages.empty(numel, dtype, device)
         self._whole[memory.data_ptr()] = memory
         return memory[:numel]
 

@@ -9,6 +9,7 @@ memory goes to the next bucket that backward fills.
 import torch
 from torch import Tensor
 
+from dist import huge_pages
 from dist.bucket import Bucket
 from dist.collectives import HALF_PRECISION, BucketCollectives, Work, world_size
 
@@ -247,10 +248,10 @@ class Reducer:
         if self._shard_memory is not None and self.shard is None:
             return self._shard_memory
         is_half = self.bucket.dtype in HALF_PRECISION
-        memory = torch.empty(
+        memory = huge_pages.empty(
             self.bucket.padded_numel // world_size(),
-            dtype=torch.float32 if is_half else self.bucket.dtype,
-            device=self.bucket.device,
+            torch.float32 if is_half else self.bucket.dtype,
+            self.bucket.device,
         )
         if self._shard_memory is None:
             self._shard_memory = memory

@@ -137,9 +137,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for shard in updated:
                 shard.drop_gradients()
                 shard.write_back()
-                for weight in shard.bucket.parameters:
-                    # Written through the buffer: let a backward that saved the old values notice.
-                    torch.autograd.graph.increment_version(weight)
+                # Written through the buffer: let a backward that saved the old values notice.
+                torch.autograd.graph.increment_version(shard.bucket.parameters)
             if self._layout.gather is not None:
                 self._layout.gather.start([shard.buffer for shard in updated])
         if self._layout.gather is not None and self._waits_in_step:

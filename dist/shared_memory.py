@@ -32,15 +32,13 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from dist.huge_pages import HUGE_PAGE, collapse, map_file
+
 # kind, operation, first byte, size
 MESSAGE = struct.Struct("<4Q")
 LARGEST_SEND_BUFFER = 2**21
 # Half of what a process can address: all ranks' memory together is mapped to no more.
 LARGEST_ADDRESS_SPACE = 2**46
-# Bytes. Most systems give shared memory small pages, unless asked for each stretch (Linux 6.1):
-# looking up their addresses takes a fifth to a third of the time that a bucket is read in.
-HUGE_PAGE = 2**21
-MADV_COLLAPSE = 25
 # All ranks are there and listen when links are made: who does not answer now never will.
 LINK_TIMEOUT_SECONDS = 30.0
 
@@ -116,8 +114,7 @@ class SharedMemory:
         if start + nbytes > size:
             raise MemoryError(f"{nbytes} bytes after {start}: the machine has {size}")
         self._num_used = start + -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        if nbytes >= HUGE_PAGE:
-            _ask_for_huge_pages(memory, start, nbytes // HUGE_PAGE * HUGE_PAGE)
+        collapse(memory, start, nbytes)
         return start, self.part_of(self.rank, start, nbytes)
 
     def part_of(self, rank: int, start: int, nbytes: int) -> Tensor:
@@ -304,7 +301,7 @@ def _exchange_memory(rank: int, sockets: dict[int, socket.socket]) -> list[mmap.
         for owner in range(world_size):
             descriptor = _create(world_size) if owner == rank else _receive_from(sockets[owner])
             try:
-                memories.append(_map(descriptor))
+                memories.append(map_file(descriptor, os.fstat(descriptor).st_size))
                 if owner == rank:
                     for link in sockets.values():
                         socket.send_fds(link, [b"memory"], [descriptor])
@@ -335,23 +332,3 @@ def _receive_from(link: socket.socket) -> int:
     if not descriptors:
         raise ConnectionError("another rank could not give its memory")
     return descriptors[0]
-
-
-def _map(descriptor: int) -> mmap.mmap:
-    """A memory file, but for less than a huge page at its end, from where a huge page can begin."""
-    size = os.fstat(descriptor).st_size
-    memory = mmap.mmap(descriptor, size)
-    beyond = torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr() % HUGE_PAGE
-    if beyond:
-        # The kernel fills the address space from above: what is shorter begins that much higher.
-        memory.close()
-        memory = mmap.mmap(descriptor, size - (HUGE_PAGE - beyond))
-    return memory
-
-
-def _ask_for_huge_pages(memory: mmap.mmap, start: int, nbytes: int) -> None:
-    """Let memory that nobody has used yet consist of huge pages, if the kernel can do that."""
-    for page in range(start, start + nbytes, HUGE_PAGE):
-        memory[page] = 0  # it makes no page where there is none
-    with contextlib.suppress(OSError):
-        memory.madvise(MADV_COLLAPSE, start, nbytes)

@@ -30,14 +30,8 @@ from dist.collectives import (
     world_size,
 )
 from dist.gloo_collectives import GlooCollectives
-from dist.shared_memory import (
-    HUGE_PAGE,
-    LostRankError,
-    SharedMemory,
-    answer,
-    call,
-    listen,
-)
+from dist.huge_pages import HUGE_PAGE
+from dist.shared_memory import LostRankError, SharedMemory, answer, call, listen
 from dist.shared_memory_collectives import MOST_UNREAD, SharedMemoryCollectives
 from tests.dist.helpers import draw, fingerprint
 from tests.harness import run_distributed
