@@ -5,7 +5,6 @@ import gc
 import io
 import json
 import os
-import re
 import signal
 import sys
 import time
@@ -110,16 +109,21 @@ def named_sockets():
     return [line.split()[6:8] for line in lines if " @" in line]
 
 
-def shared_megabytes():
-    """Shared memory in use on this machine."""
-    (kilobytes,) = re.findall(r"^Shmem: +(\d+) kB", Path("/proc/meminfo").read_text(), re.M)
-    return int(kilobytes) / 1024
+def open_memory(process):
+    """The inodes of bucket memory that a process has a descriptor of."""
+    found = set()
+    with contextlib.suppress(OSError):
+        for descriptor in Path("/proc", process, "fd").iterdir():
+            with contextlib.suppress(OSError):
+                if "memfd:buckets" in os.readlink(descriptor):
+                    found.add(str(descriptor.stat().st_ino))
+    return found
 
 
 @pytest.fixture
 def _nothing_stays(tmp_path):
     """What the ranks noted is gone after the test, and so is their memory."""
-    files, megabytes = set(os.listdir("/dev/shm")), shared_megabytes()
+    files = set(os.listdir("/dev/shm"))
     yield
     notes = [json.loads(path.read_text()) for path in tmp_path.glob("held by *")]
     memory = {inode for note in notes for inode in note["memory"]}
@@ -127,15 +131,12 @@ def _nothing_stays(tmp_path):
     assert len(notes) == len(memory) == RANKS
     assert len(sockets) == RANKS - 1  # those of the ranks that others called
     for process in filter(str.isdecimal, os.listdir("/proc")):
-        assert not memory & mapped_memory(process)
+        assert not memory & (mapped_memory(process) | open_memory(process))
     assert not sockets & {name for _, name in named_sockets()}
-    # Other programs have shared memory too, for a while.
+    # Other programs make files there too, for a while.
     deadline = time.monotonic() + 5
-    while time.monotonic() < deadline and (
-        shared_megabytes() > megabytes + 10 or set(os.listdir("/dev/shm")) - files
-    ):
+    while time.monotonic() < deadline and set(os.listdir("/dev/shm")) - files:
         time.sleep(0.05)
-    assert shared_megabytes() <= megabytes + 10
     assert not set(os.listdir("/dev/shm")) - files
 
 
