@@ -19,14 +19,14 @@ MADV_COLLAPSE = 25
 def empty(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A flat tensor of this process, (numel,), of undefined content."""
     nbytes = numel * dtype.itemsize
-    if device.type != "cpu" or nbytes < HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.empty(numel, dtype=dtype, device=device)
-    # Whole pages: of those the system begins a mapping where a huge one can.
-    size = -(-nbytes // HUGE_PAGE) * HUGE_PAGE
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=dtype, count=numel)
+    if device.type == "cpu" and nbytes >= HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
+        # Whole pages: of those the system begins a mapping where a huge one can.
+        size = -(-nbytes // HUGE_PAGE) * HUGE_PAGE
+        with contextlib.suppress(OSError):
+            memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            memory.madvise(mmap.MADV_HUGEPAGE)
+            return torch.frombuffer(memory, dtype=dtype, count=numel)
+    return torch.empty(numel, dtype=dtype, device=device)
 
 
 def map_file(descriptor: int, size: int) -> mmap.mmap:

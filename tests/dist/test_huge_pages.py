@@ -1,0 +1,38 @@
+"""Memory in huge pages is memory like any other."""
+
+import mmap
+
+import pytest
+import torch
+
+from dist import huge_pages
+from dist.huge_pages import HUGE_PAGE
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("nbytes", [0, 4, HUGE_PAGE - 4, HUGE_PAGE, 3 * HUGE_PAGE + 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_tensor_has_its_length_whatever_pages_it_lies_in(nbytes, dtype):
+    first, second = (huge_pages.empty(nbytes // dtype.itemsize, dtype, CPU) for _ in range(2))
+    assert first.dtype == dtype
+    assert first.shape == (nbytes // dtype.itemsize,)
+    first.fill_(1)
+    second.fill_(2)  # elsewhere
+    assert (first == 1).all()
+    del second
+    clone = first.clone()
+    assert torch.equal(first.mul_(3), 3 * clone)
+
+
+def test_where_no_pages_can_be_mapped_memory_is_torchs(monkeypatch):
+    def refuse(*_args, **_options):
+        raise OSError("no")
+
+    monkeypatch.setattr(mmap, "mmap", refuse)
+    assert huge_pages.empty(HUGE_PAGE, torch.float32, CPU).fill_(5).sum() == 5 * HUGE_PAGE
+
+
+def test_on_another_device_memory_is_torchs():
+    meta = torch.device("meta")
+    assert huge_pages.empty(HUGE_PAGE, torch.float32, meta).device == meta
