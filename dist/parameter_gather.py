@@ -85,15 +85,15 @@ class ParameterGather:
     def _before_unit(self, unit: nn.Module, *_: Any) -> None:
         self._called.add(unit)
         if self._works:
-            self._wait_for(self._addresses(_parameters(unit)))
+            self._wait_for(self._addresses(unit.parameters()))
 
     def _before_state(self, *_: Any) -> None:
         self.wait()
 
     def _parameters_outside(self, units: Sequence[nn.Module]) -> Iterator[nn.Parameter]:
         assert self._module is not None
-        inside = {id(parameter) for unit in units for parameter in _parameters(unit)}
-        return (p for p in _parameters(self._module) if id(p) not in inside)
+        inside = {id(parameter) for unit in units for parameter in unit.parameters()}
+        return (p for p in self._module.parameters() if id(p) not in inside)
 
     def _addresses(self, parameters: Iterator[nn.Parameter]) -> list[int]:
         addresses = {self._address_of.get(id(parameter)) for parameter in parameters}
@@ -114,16 +114,6 @@ def _weakly(method: Callable[..., None]) -> Callable[..., None]:
             living(*arguments)
 
     return call
-
-
-def _parameters(module: nn.Module) -> Iterator[nn.Parameter]:
-    """As `module.parameters()` gives them, in a third of the time: no names, and some twice."""
-    for parameter in module._parameters.values():
-        if parameter is not None:
-            yield parameter
-    for child in module._modules.values():
-        if child is not None:
-            yield from _parameters(child)
 
 
 def _units(module: nn.Module) -> Iterator[nn.Module]:
