@@ -1,4 +1,4 @@
-"""Let the C library keep what a training step frees, for the next step to take again.
+"""Let the C library keep what a training step frees, and have it in huge pages.
 
 A step on a CPU makes and frees thousands of tensors, each step the same. By default glibc gives
 large ones back to the system at once, and the system fills every page with zeros when it hands it
@@ -8,10 +8,24 @@ out again: 6,700 page faults and a fifth of the processor time of a step of the 
 Besides, glibc gives each thread a heap of its own, and what a step has freed in one heap does not
 serve the thread that writes a checkpoint: with one heap for all, rank 0 of two with 30 million
 parameters held 1.28 to 1.31 GB at most instead of 1.43.
+
+Pages of 2 MB are found in less time than the 512 small ones in their place: a step of 30 million
+parameters takes 4 to 8 % less. Most Linux systems give them only to memory for which they are asked
+(`madvise`), and glibc asks only if an environment variable said so before the process began. So the
+addresses that the heap will grow into are taken now, huge pages are asked for there, and all is
+given back to the heap: addresses, not memory, which the system hands out when it is first used.
 """
 
+import contextlib
 import ctypes
+import mmap
+import os
+import resource
 import sys
+from pathlib import Path
+from typing import Any
+
+from dist.huge_pages import HUGE_PAGE
 
 # Numbers of mallopt(3), from malloc.h.
 M_TRIM_THRESHOLD = -1
@@ -22,25 +36,74 @@ M_ARENA_MAX = -8
 # Blocks up to this size come from the heap, which keeps them; larger ones go back when freed. The
 # first that is taken: before 2.35 glibc takes no more than half of what a thread's heap may be.
 LARGEST_KEPT = (2**30, 2**25)
-# So much may lie free at the end of the heap before any of it is given back: all of it.
-MOST_FREE = 2**31 - 1
+# However much lies free at the end of the heap, none of it is given back.
+NEVER = -1
 # By so much the heap grows at a time.
 GROWTH = 2**26
+# In /proc/sys/vm/overcommit_memory: addresses count as if they were memory.
+STRICT = "2"
 
 
 def keep_freed_memory() -> bool:
-    """Tell glibc's malloc to keep freed memory; whether it could be told.
+    """Tell glibc's malloc to keep freed memory, in huge pages; whether it could be told.
 
     Elsewhere (macOS, musl) nothing happens. The peak of a process stays what it was; between the
     steps it holds what a step needs. Memory of GPUs is torch's own to cache, not malloc's.
     """
     if not sys.platform.startswith("linux"):
         return False
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    library = ctypes.CDLL(None)
+    mallopt = getattr(library, "mallopt", None)
     if mallopt is None:
         return False
     # A setting that is not taken gives 0; musl's mallopt takes none.
     mallopt(M_ARENA_MAX, 1)
-    mallopt(M_TRIM_THRESHOLD, MOST_FREE)
+    mallopt(M_TRIM_THRESHOLD, NEVER)
     mallopt(M_TOP_PAD, GROWTH)
-    return any(mallopt(M_MMAP_THRESHOLD, size) == 1 for size in LARGEST_KEPT)
+    for size in LARGEST_KEPT:
+        if mallopt(M_MMAP_THRESHOLD, size) == 1:
+            _grow_in_huge_pages(library, size)
+            return True
+    return False
+
+
+def _grow_in_huge_pages(library: Any, largest: int) -> None:
+    """Ask for huge pages where the heap will be.
+
+    Args:
+        library: the C library.
+        largest: what it takes from the heap for one block, bytes.
+    """
+    if not _addresses_cost_nothing():
+        return
+    library.malloc.restype = ctypes.c_void_p
+    library.malloc.argtypes = [ctypes.c_size_t]
+    library.free.argtypes = [ctypes.c_void_p]
+    library.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    size = largest - HUGE_PAGE  # the library adds a few bytes
+    blocks = []
+    for _ in range(_most_addresses() // size):
+        block = library.malloc(size)
+        if block is None:
+            break
+        blocks.append(block)
+        start = -(-block // HUGE_PAGE) * HUGE_PAGE
+        end = (block + size) // HUGE_PAGE * HUGE_PAGE
+        library.madvise(start, end - start, mmap.MADV_HUGEPAGE)
+    for block in blocks:
+        library.free(block)
+
+
+def _most_addresses() -> int:
+    """Bytes: half of the machine's memory, for a fork must be allowed as much again."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+def _addresses_cost_nothing() -> bool:
+    """Whether a process may take addresses without memory behind them, and be none the poorer."""
+    for limit in (resource.RLIMIT_AS, resource.RLIMIT_DATA):
+        if resource.getrlimit(limit)[0] != resource.RLIM_INFINITY:
+            return False
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/vm/overcommit_memory").read_text().strip() != STRICT
+    return False

@@ -1,8 +1,10 @@
 """Memory that a step frees stays in the process, where the C library can be told so."""
 
 import ctypes
+import resource
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -49,6 +51,106 @@ def test_freed_memory_is_taken_again_without_page_faults():
     assert int(in_a_thread) * 4 < int(before)
 
 
+# Where the heap grows after the call: what it takes, what is asked for there, what it keeps.
+GROWTH = """
+import ctypes, os, re, resource, sys
+from pathlib import Path
+
+limit = int(sys.argv[1])
+if limit:
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+from training import allocator
+
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+libc.malloc.argtypes = [ctypes.c_size_t]
+libc.free.argtypes = [ctypes.c_void_p]
+
+def memory():
+    status = Path("/proc/self/status").read_text()
+    sizes = (re.search(name + r":\\s+(\\d+) kB", status)[1] for name in ("VmSize", "VmRSS"))
+    return [int(size) * 1024 for size in sizes]
+
+def is_advised(address):
+    found = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if bounds := re.match("([0-9a-f]+)-([0-9a-f]+) ", line):
+            start, end = (int(bound, 16) for bound in bounds.groups())
+            found = start <= address < end
+        elif found and line.startswith("VmFlags:"):
+            return " hg" in line
+    raise LookupError(address)
+
+size, resident = memory()
+told = allocator.keep_freed_memory()
+after_size, after_resident = memory()
+first = libc.malloc(2**26)
+ctypes.memset(first, 1, 2**26)
+second = libc.malloc(2**29)  # only addresses
+advised = [is_advised(block + 2**25) for block in (first, second)]
+libc.free(second)
+libc.free(first)
+kept_size, _ = memory()
+if (child := os.fork()) == 0:
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+print(told, after_size - size, after_resident - resident, kept_size - size, *advised)
+"""
+
+
+def has_huge_pages() -> bool:
+    has_them = Path("/sys/kernel/mm/transparent_hugepage").is_dir() and has_glibc()
+    return has_them and allocator._addresses_cost_nothing()
+
+
+def grow(limit: int = 0) -> tuple[bool, int, int, int, list[bool]]:
+    """Whether it was told; bytes: addresses and memory taken, addresses kept; what is advised."""
+    command = [sys.executable, "-c", GROWTH, str(limit)]
+    result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    told, taken, resident, kept, *advised = result.stdout.split()
+    return (
+        told == "True",
+        int(taken),
+        int(resident),
+        int(kept),
+        [word == "True" for word in advised],
+    )
+
+
+@pytest.mark.skipif(not has_huge_pages(), reason="no huge pages to ask for")
+def test_the_heap_grows_in_huge_pages():
+    told, taken, resident, kept, advised = grow()
+    assert told
+    assert advised == [True, True]
+    # Addresses, but no memory; and they stay the heap's.
+    assert taken > allocator._most_addresses() - 2**30
+    assert resident < 2**25
+    assert kept >= taken
+
+
+@pytest.mark.skipif(not has_huge_pages(), reason="no huge pages to ask for")
+def test_where_addresses_are_counted_none_are_taken():
+    told, taken, _, _, advised = grow(limit=2**36)
+    assert told
+    assert taken < 2**28
+    assert advised == [False, False]
+
+
+@pytest.mark.parametrize(("mode", "is_free"), [("0\n", True), ("1\n", True), ("2\n", False)])
+def test_strict_accounting_counts_addresses(monkeypatch, mode, is_free):
+    monkeypatch.setattr(Path, "read_text", lambda path: mode)
+    monkeypatch.setattr(allocator.resource, "getrlimit", lambda name: (resource.RLIM_INFINITY,) * 2)
+    assert allocator._addresses_cost_nothing() is is_free
+
+
+def test_without_proc_addresses_are_left_alone(monkeypatch):
+    def missing(path: Path) -> str:
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(Path, "read_text", missing)
+    assert not allocator._addresses_cost_nothing()
+
+
 @pytest.mark.parametrize(("limit", "takes_it"), [(2**40, True), (2**25, True), (0, False)])
 def test_a_library_is_told_what_it_takes(monkeypatch, limit, takes_it):
     """An old glibc takes no threshold of a gigabyte, and musl's takes nothing."""
@@ -59,6 +161,7 @@ def test_a_library_is_told_what_it_takes(monkeypatch, limit, takes_it):
 
     monkeypatch.setattr(allocator.sys, "platform", "linux")
     monkeypatch.setattr(allocator.ctypes, "CDLL", lambda name: Library())
+    monkeypatch.setattr(allocator, "_grow_in_huge_pages", lambda library, largest: None)
     assert allocator.keep_freed_memory() is takes_it
 
 
