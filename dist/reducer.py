@@ -18,6 +18,10 @@ SECOND_BACKWARD = (
     "micro-batches but the last under no_sync()"
 )
 
+# Elements of a vector whose gradient moves with others' when the bucket is sent: a call for each
+# takes longer than the copy. What is larger moves while it is in the cache.
+MOST_OF_A_SMALL_VECTOR = 2**14
+
 
 class Reducer:
     """The gradients of one bucket.
@@ -58,6 +62,10 @@ class Reducer:
         # By the buffer's address.
         self._views_of: dict[int, tuple[list[Tensor], list[int]]] = {}
         self._is_frozen = not any(parameter.requires_grad for parameter in bucket.parameters)
+        self._moves_late = [
+            parameter.dim() < 2 and parameter.numel() <= MOST_OF_A_SMALL_VECTOR
+            for parameter in bucket.parameters
+        ]
         self._ready = [False] * len(bucket.parameters)
         self._is_lent = [False] * len(bucket.parameters)
         self._num_ready = 0
@@ -99,7 +107,7 @@ class Reducer:
         return self._views[index].detach()
 
     def take(self, index: int, is_complete: bool) -> bool:
-        """Make a parameter's gradient a view of the buffer, whoever made it.
+        """A parameter's gradient has come, or a part of it.
 
         Args:
             index: of the parameter.
@@ -112,18 +120,12 @@ class Reducer:
             RuntimeError: the bucket has been sent in this sync, or the gradient already was
                 complete.
         """
-        # All of it in one method: what is run for every parameter costs by the line.
+        # What is run for every parameter costs by the line.
         if self.sent:
             self.bucket.parameters[index].grad = None  # a piece too late is no gradient
             raise RuntimeError(SECOND_BACKWARD)
-        if self._buffer is None:
-            self._borrow_buffer()
-        parameter, view = self.bucket.parameters[index], self._views[index]
-        gradient = parameter.grad
-        if gradient is not None and gradient is not view:
-            if gradient.data_ptr() != self._addresses[index]:
-                view.copy_(gradient.detach() if gradient.requires_grad else gradient)
-            parameter.grad = view
+        if not self._moves_late[index]:
+            self._move(index)
         self._is_lent[index] = False
         if not is_complete:
             return False
@@ -136,6 +138,17 @@ class Reducer:
         self._num_ready += 1
         return self._num_ready >= self._expected
 
+    def _move(self, index: int) -> None:
+        """Make a parameter's gradient a view of the buffer, whoever made it."""
+        if self._buffer is None:
+            self._borrow_buffer()
+        parameter, view = self.bucket.parameters[index], self._views[index]
+        gradient = parameter.grad
+        if gradient is not None and gradient is not view:
+            if gradient.data_ptr() != self._addresses[index]:
+                view.copy_(gradient.detach() if gradient.requires_grad else gradient)
+            parameter.grad = view
+
     def send(self) -> list[bool]:
         """Start to average the bucket.
 
@@ -146,17 +159,22 @@ class Reducer:
             self._borrow_buffer()
         assert self._buffer is not None
         has_gradient = []
+        elsewhere, places = [], []
         for parameter, view in zip(self.bucket.parameters, self._views, strict=True):
             gradient = parameter.grad
             has_gradient.append(gradient is not None)
             if gradient is None:
                 view.zero_()
                 continue
-            if gradient is not view:  # a frozen parameter's, or set by hand: no hook took it
-                view.copy_(gradient)
+            if gradient is not view:  # moves late, or no hook took it: frozen, or set by hand
+                elsewhere.append(gradient)
+                places.append(view)
             # Until the average is there, nobody has a gradient: a backward too many would add to
             # what is being sent, and an optimizer would step with it.
             parameter.grad = None
+        if elsewhere:
+            with torch.no_grad():
+                torch._foreach_copy_(places, elsewhere)
         if self._wire_dtype is not None:
             self._wire = self._collectives.new_buffer(
                 self._buffer.numel(), self._wire_dtype, self._buffer.device

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from dist.collectives import rank, world_size
 from dist.ddp import DDP
+from dist.reducer import MOST_OF_A_SMALL_VECTOR
 from dist.sharded_optimizer import ShardedOptimizer
 from dist.shared_memory_collectives import SharedMemoryCollectives
 from tests.dist.helpers import (
@@ -400,7 +401,10 @@ def memory_of_gradients():
         buffer: Any = reducer._buffer
         start, end = buffer.data_ptr(), buffer.data_ptr() + buffer.nbytes
         for is_averaged in (False, True):
-            for gradient in [p.grad for p in ddp.parameters()]:
+            # Those of vectors only when they are sent.
+            moved = [p for p in ddp.parameters() if is_averaged or p.dim() > 1]
+            assert len(moved) > 2
+            for gradient in [p.grad for p in moved]:
                 assert gradient is not None
                 assert start <= gradient.data_ptr() <= gradient.data_ptr() + gradient.nbytes <= end
             if not is_averaged:
@@ -412,6 +416,43 @@ def memory_of_gradients():
 
 def test_gradients_are_views_of_what_is_sent():
     run_distributed(memory_of_gradients, 2)
+
+
+class Vectors(nn.Module):
+    """One that is small, and one that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.small = nn.Parameter(torch.ones(MOST_OF_A_SMALL_VECTOR))
+        self.large = nn.Parameter(torch.ones(MOST_OF_A_SMALL_VECTOR + 1))
+
+    def forward(self, x):
+        return (self.small * x).sum() + (self.large * x).square().sum()
+
+
+def gradients_of_vectors():
+    ddp: Any = DDP(Vectors())
+    alone = Vectors()
+    (reducer,) = ddp._reducers
+    inputs = [torch.tensor(float(number)) for number in range(1, 5)]
+    with ddp.no_sync():
+        ddp(inputs[0]).backward()
+        ddp(inputs[1]).backward()
+    buffer: Any = reducer._buffer
+    in_buffer = [
+        buffer.data_ptr() <= p.grad.data_ptr() < buffer.data_ptr() + buffer.nbytes
+        for p in (ddp.module.small, ddp.module.large)
+    ]
+    ddp(inputs[2 + rank()]).backward()
+    ddp.finish_gradient_sync()
+    for x, share in zip(inputs, (1.0, 1.0, 0.5, 0.5), strict=True):
+        (alone(x) * share).backward()
+    assert_close(gradients(ddp), gradients(alone), 1e-6)
+    return in_buffer
+
+
+def test_small_vectors_move_when_they_are_sent():
+    assert run_distributed(gradients_of_vectors, 2) == [[False, True]] * 2
 
 
 def clipped_step(max_norm):

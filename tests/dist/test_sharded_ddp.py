@@ -858,8 +858,12 @@ def whole_weights_are_needed():
 def twice_differentiable():
     module = Branches(2)
     ddp = DDP(module)
-    ddp(batch_of(0, rank()), range(2)).square().mean().backward(create_graph=True)
-    ddp.finish_gradient_sync()
+    for _ in range(2):
+        ddp.zero_grad()
+        ddp(batch_of(0, rank()), range(2)).square().mean().backward(create_graph=True)
+        ddp.finish_gradient_sync()
+        # The average has no history, of vectors as of matrices.
+        assert not any(p.grad is None or p.grad.requires_grad for p in ddp.parameters())
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,11 @@ def note_what_is_held(folder):
     links = [Path("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")]
     descriptors = {os.readlink(link) for link in links if link.is_symlink()}
     sockets = [name for inode, name in named_sockets() if f"socket:[{inode}]" in descriptors]
-    held = {"memory": sorted(mapped_memory("self")), "sockets": sockets}
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    mapped = {line.split(maxsplit=5)[5] for line in maps if "/dev/shm/" in line}
+    files = {path for path in descriptors | mapped if path.startswith("/dev/shm/")}
+    memory = mapped_memory("self")
+    held = {"memory": sorted(memory), "sockets": sockets, "files": sorted(files)}
     Path(folder, f"held by {rank()}").write_text(json.dumps(held))
 
 
@@ -123,11 +127,11 @@ def open_memory(process):
 @pytest.fixture
 def _nothing_stays(tmp_path):
     """What the ranks noted is gone after the test, and so is their memory."""
-    files = set(os.listdir("/dev/shm"))
     yield
     notes = [json.loads(path.read_text()) for path in tmp_path.glob("held by *")]
     memory = {inode for note in notes for inode in note["memory"]}
     sockets = {name for note in notes for name in note["sockets"]}
+    files = {path for note in notes for path in note["files"]}
     assert len(notes) == len(memory) == RANKS
     assert len(sockets) == RANKS - 1  # those of the ranks that others called
     assert not sockets & {name for _, name in named_sockets()}
@@ -138,9 +142,9 @@ def _nothing_stays(tmp_path):
             for process in filter(str.isdecimal, os.listdir("/proc"))
             for inode in mapped_memory(process) | open_memory(process)
         }
-        return memory & held, set(os.listdir("/dev/shm")) - files
+        return memory & held, {path for path in files if os.path.exists(path)}
 
-    # A process that has just ended may still be letting go; others make files there for a while.
+    # A process that has just ended may still be letting go.
     deadline = time.monotonic() + 5
     while any(left()) and time.monotonic() < deadline:
         time.sleep(0.05)
