@@ -3,7 +3,7 @@ still running, full buckets of gradients are already being averaged.
 
 How one step goes. Backward finishes the gradients one by one, about last layer first. A hook on
 each parameter sees to it that its gradient is a view of the bucket's flat buffer (those of small
-vectors are moved there together at the end). The bucket whose last gradient has come is sent, and
+vectors move there together when it is sent). The bucket whose last gradient has come is sent, and
 backward goes on. `finish_gradient_sync()` sends what unused parameters held back and waits for all.
 
 Two rules keep the ranks from waiting for ever. Buckets are sent in one fixed order, whatever order

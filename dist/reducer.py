@@ -18,8 +18,9 @@ SECOND_BACKWARD = (
     "micro-batches but the last under no_sync()"
 )
 
-# Elements of a vector whose gradient moves with others' when the bucket is sent: a call for each
-# takes longer than the copy. What is larger moves while it is in the cache.
+# Elements of a vector whose gradient, once it is complete, moves with others' when the bucket is
+# sent: a call for each takes longer than the copy. A larger one moves while it is in the cache, and
+# so does a matrix, which backward may have written into the bucket itself.
 MOST_OF_A_SMALL_VECTOR = 2**14
 
 
@@ -124,7 +125,7 @@ class Reducer:
         if self.sent:
             self.bucket.parameters[index].grad = None  # a piece too late is no gradient
             raise RuntimeError(SECOND_BACKWARD)
-        if not self._moves_late[index]:
+        if not (is_complete and self._moves_late[index]):
             self._move(index)
         self._is_lent[index] = False
         if not is_complete:
@@ -169,12 +170,13 @@ class Reducer:
             if gradient is not view:  # moves late, or no hook took it: frozen, or set by hand
                 elsewhere.append(gradient)
                 places.append(view)
-            # Until the average is there, nobody has a gradient: a backward too many would add to
-            # what is being sent, and an optimizer would step with it.
-            parameter.grad = None
         if elsewhere:
             with torch.no_grad():
                 torch._foreach_copy_(places, elsewhere)
+        # Until the average is there, nobody has a gradient: a backward too many would add to what
+        # is being sent, and an optimizer would step with it.
+        for parameter in self.bucket.parameters:
+            parameter.grad = None
         if self._wire_dtype is not None:
             self._wire = self._collectives.new_buffer(
                 self._buffer.numel(), self._wire_dtype, self._buffer.device

@@ -401,10 +401,7 @@ def memory_of_gradients():
         buffer: Any = reducer._buffer
         start, end = buffer.data_ptr(), buffer.data_ptr() + buffer.nbytes
         for is_averaged in (False, True):
-            # Those of vectors only when they are sent.
-            moved = [p for p in ddp.parameters() if is_averaged or p.dim() > 1]
-            assert len(moved) > 2
-            for gradient in [p.grad for p in moved]:
+            for gradient in [p.grad for p in ddp.parameters()]:
                 assert gradient is not None
                 assert start <= gradient.data_ptr() <= gradient.data_ptr() + gradient.nbytes <= end
             if not is_averaged:
@@ -419,40 +416,60 @@ def test_gradients_are_views_of_what_is_sent():
 
 
 class Vectors(nn.Module):
-    """One that is small, and one that is not."""
+    """One that is small, one that is not, and one that is not used."""
 
     def __init__(self) -> None:
         super().__init__()
         self.small = nn.Parameter(torch.ones(MOST_OF_A_SMALL_VECTOR))
         self.large = nn.Parameter(torch.ones(MOST_OF_A_SMALL_VECTOR + 1))
+        self.unused = nn.Parameter(torch.ones(1))
 
     def forward(self, x):
         return (self.small * x).sum() + (self.large * x).square().sum()
 
 
-def gradients_of_vectors():
+def places_of_vectors(is_accumulated):
+    """Whether the gradients lie in the bucket before it is sent."""
     ddp: Any = DDP(Vectors())
     alone = Vectors()
     (reducer,) = ddp._reducers
-    inputs = [torch.tensor(float(number)) for number in range(1, 5)]
-    with ddp.no_sync():
-        ddp(inputs[0]).backward()
-        ddp(inputs[1]).backward()
+    common, own = torch.tensor(3.0), [torch.tensor(5.0), torch.tensor(7.0)]
+    if is_accumulated:
+        with ddp.no_sync():
+            ddp(common).backward()
+        alone(common).backward()
+    ddp(own[rank()]).backward()  # the unused one holds the bucket back
     buffer: Any = reducer._buffer
     in_buffer = [
         buffer.data_ptr() <= p.grad.data_ptr() < buffer.data_ptr() + buffer.nbytes
         for p in (ddp.module.small, ddp.module.large)
     ]
-    ddp(inputs[2 + rank()]).backward()
     ddp.finish_gradient_sync()
-    for x, share in zip(inputs, (1.0, 1.0, 0.5, 0.5), strict=True):
-        (alone(x) * share).backward()
+    for x in own:
+        (alone(x) / 2).backward()
     assert_close(gradients(ddp), gradients(alone), 1e-6)
     return in_buffer
 
 
-def test_small_vectors_move_when_they_are_sent():
-    assert run_distributed(gradients_of_vectors, 2) == [[False, True]] * 2
+@pytest.mark.parametrize("is_accumulated", [False, True])
+def test_small_vectors_move_when_they_are_sent_if_nothing_is_added_before(is_accumulated):
+    assert run_distributed(places_of_vectors, 2, is_accumulated) == [[is_accumulated, True]] * 2
+
+
+def one_storage_for_two():
+    """What two vectors get lies in one place; the second backward must not add to it twice."""
+    ddp: Any = DDP(nn.ParameterList([torch.ones(3), torch.ones(3)]))
+    a, b = ddp.module
+    with ddp.no_sync():
+        for factor in (1.0, 10.0):
+            ((a.view(1, 3) + b.view(1, 3)) * factor).sum().backward()
+    ((a.view(1, 3) + b.view(1, 3)) * 100.0).sum().backward()
+    ddp.finish_gradient_sync()
+    return [p.grad.tolist() for p in (a, b)]
+
+
+def test_gradients_that_autograd_made_in_one_place_are_added_up_apart():
+    assert run_distributed(one_storage_for_two, 2) == [[[111.0] * 3] * 2] * 2
 
 
 def clipped_step(max_norm):

@@ -34,7 +34,7 @@ class _Scale(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         (x,) = ctx.saved_tensors
         place = ctx.weight.grad_memory(ctx.weight)
-        found = (grad * x).sum(0, keepdim=True)
+        found = (grad * x).sum(0)
         if place is not None:
             LENT.append(ctx.weight)
             found = place.copy_(found)
@@ -52,9 +52,7 @@ class Scales(nn.Module):
         super().__init__()
         generator = torch.Generator().manual_seed(0)
         self.weights = nn.ParameterList(
-            # matrices: what vectors get is not seen before it is sent
-            torch.randn(1, width, generator=generator)
-            for _ in range(count)
+            torch.randn(width, generator=generator) for _ in range(count)
         )
 
     def forward(self, x: Tensor, order: tuple[int, ...], is_placed: bool) -> Tensor:
