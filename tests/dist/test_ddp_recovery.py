@@ -1,6 +1,7 @@
 """After an exception anywhere in a step DDP is usable, and the replicas are equal."""
 
 import contextlib
+from typing import Any
 
 import pytest
 import torch
@@ -210,3 +211,19 @@ def syncing_after_an_exception_under_no_sync():
 
 def test_an_exception_under_no_sync_does_not_leave_syncing_switched_off():
     run_distributed(syncing_after_an_exception_under_no_sync, 2)
+
+
+def a_gradient_that_no_bucket_takes():
+    """It is sparse; those beside it in its bucket are there as before."""
+    ddp: Any = DDP(torch.nn.ParameterList([torch.ones(3), torch.ones(4)]))
+    first, last = ddp.module
+    ids = torch.zeros(2, dtype=torch.int64)
+    loss = first.sum() + torch.gather(last, 0, ids, sparse_grad=True).sum()
+    with pytest.raises(RuntimeError):
+        loss.backward()
+    assert first.grad is not None
+    assert last.grad is not None
+
+
+def test_a_bucket_that_cannot_be_filled_keeps_its_gradients():
+    run_distributed(a_gradient_that_no_bucket_takes, 2)
