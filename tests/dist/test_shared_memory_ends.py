@@ -91,9 +91,7 @@ def note_what_is_held(folder):
     links = [Path("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")]
     descriptors = {os.readlink(link) for link in links if link.is_symlink()}
     sockets = [name for inode, name in named_sockets() if f"socket:[{inode}]" in descriptors]
-    maps = Path("/proc/self/maps").read_text().splitlines()
-    mapped = {line.split(maxsplit=5)[5] for line in maps if "/dev/shm/" in line}
-    files = {path for path in descriptors | mapped if path.startswith("/dev/shm/")}
+    files = named_memory("self")
     memory = mapped_memory("self")
     held = {"memory": sorted(memory), "sockets": sockets, "files": sorted(files)}
     Path(folder, f"held by {rank()}").write_text(json.dumps(held))
@@ -124,9 +122,26 @@ def open_memory(process):
     return found
 
 
+def named_memory(process):
+    """The files of shared memory that a process has mapped or open."""
+    found = set()
+    with contextlib.suppress(OSError):
+        lines = Path("/proc", process, "maps").read_text().splitlines()
+        found |= {line.split(maxsplit=5)[5] for line in lines if " /dev/shm/" in line}
+        for descriptor in Path("/proc", process, "fd").iterdir():
+            with contextlib.suppress(OSError):
+                found.add(os.readlink(descriptor))
+    return {path for path in found if path.startswith("/dev/shm/")}
+
+
+def all_named_memory():
+    return {str(path) for path in Path("/dev/shm").iterdir()}
+
+
 @pytest.fixture
 def _nothing_stays(tmp_path):
     """What the ranks noted is gone after the test, and so is their memory."""
+    before = all_named_memory()
     yield
     notes = [json.loads(path.read_text()) for path in tmp_path.glob("held by *")]
     memory = {inode for note in notes for inode in note["memory"]}
@@ -137,12 +152,11 @@ def _nothing_stays(tmp_path):
     assert not sockets & {name for _, name in named_sockets()}
 
     def left():
-        held = {
-            inode
-            for process in filter(str.isdecimal, os.listdir("/proc"))
-            for inode in mapped_memory(process) | open_memory(process)
-        }
-        return memory & held, {path for path in files if os.path.exists(path)}
+        processes = list(filter(str.isdecimal, os.listdir("/proc")))
+        held = {inode for p in processes for inode in mapped_memory(p) | open_memory(p)}
+        # What a living process holds is another test's, unless a rank had it.
+        others = {path for p in processes for path in named_memory(p)} - files
+        return memory & held, all_named_memory() - before - others
 
     # A process that has just ended may still be letting go.
     deadline = time.monotonic() + 5
